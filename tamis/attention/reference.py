@@ -1,0 +1,171 @@
+"""Native Sparse Attention in plain PyTorch: the specification every kernel is held to.
+
+Shapes: B batch, S tokens, H query heads, G key/value groups, R = H/G heads per group, D head dim,
+N compressed blocks, J selection blocks. Half-precision inputs are computed in float32 and rounded once at the end.
+
+Queries stand at positions `start … start+S−1`, so that the same functions serve a tile of a longer sequence whose
+keys are already cached; keys begin at position 0 (the window's at `first_key`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tamis.attention.spec import NSASpec
+
+SCORES_AT_ONCE = 1 << 27  # attention scores held at a time; longer sequences are walked in tiles of queries
+
+
+def nsa_attention(
+    q_BSHD: Tensor,
+    k_cmp_BNGD: Tensor,
+    v_cmp_BNGD: Tensor,
+    k_sel_BSGD: Tensor,
+    v_sel_BSGD: Tensor,
+    k_win_BSGD: Tensor,
+    v_win_BSGD: Tensor,
+    gates_BSH3: Tensor,
+    spec: NSASpec,
+) -> Tensor:
+    ids = select_blocks(q_BSHD, k_cmp_BNGD, spec)
+    branches = (
+        compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec),
+        selected_attention(q_BSHD, k_sel_BSGD, v_sel_BSGD, ids, spec),
+        window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec),
+    )
+    return mix_branches(branches, gates_BSH3).to(q_BSHD.dtype)
+
+
+def mix_branches(branches: tuple[Tensor, Tensor, Tensor], gates_BSH3: Tensor) -> Tensor:
+    """`Σ gate · branch`, in the order compressed, selected, window."""
+    compute = _compute_dtype(branches[0])
+    weights = gates_BSH3.to(compute).unsqueeze(-1).unbind(dim=3)
+    return sum((w * b.to(compute) for w, b in zip(weights, branches, strict=True)), start=torch.zeros((), dtype=compute))
+
+
+def compressed_attention(q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
+    """Attention over the compressed blocks that end at or before the query; exactly 0 where there is none."""
+    position = _positions(q_BSHD, start)
+    block_end = torch.arange(k_BNGD.shape[1], device=q_BSHD.device) * spec.d + spec.l - 1
+    return _attend(q_BSHD, k_BNGD, v_BNGD, lambda rows: (block_end <= position[rows, None])[None, None])
+
+
+def window_attention(
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+) -> Tensor:
+    """Attention over the `w` newest tokens, the query's own included."""
+    position = _positions(q_BSHD, start)
+    key = torch.arange(k_BSGD.shape[1], device=q_BSHD.device) + first_key
+
+    def visible(rows: slice) -> Tensor:
+        distance = position[rows, None] - key
+        return ((distance >= 0) & (distance < spec.w))[None, None]
+
+    return _attend(q_BSHD, k_BSGD, v_BSGD, visible)
+
+
+def selected_attention(
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, start: int = 0
+) -> Tensor:
+    """Causal attention over the tokens of the chosen blocks; `ids` as `select_blocks` returns them."""
+    position = _positions(q_BSHD, start)
+    tokens = k_BSGD.shape[1]
+    key = torch.arange(tokens, device=q_BSHD.device)
+    ids_BGSn = ids_BSGn.transpose(1, 2).long()
+    blocks = spec.selection_blocks(tokens)
+
+    def visible(rows: slice) -> Tensor:
+        ids = ids_BGSn[:, :, rows]
+        chosen = ids.new_zeros((*ids.shape[:3], blocks + 1), dtype=torch.bool)  # the extra column takes the unused -1
+        chosen.scatter_(-1, ids.where(ids >= 0, blocks), True)
+        chosen_token = chosen[..., key // spec.l_sel]
+        return chosen_token & (key <= position[rows, None])
+
+    return _attend(q_BSHD, k_BSGD, v_BSGD, visible)
+
+
+@torch.no_grad()
+def select_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end."""
+    return torch.cat(
+        [_top_blocks(q_BSHD[:, rows], k_cmp_BNGD, spec, start + rows.start) for rows in _tiles(q_BSHD, k_cmp_BNGD)], dim=1
+    )
+
+
+def _top_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int) -> Tensor:
+    position = _positions(q_BSHD, start)
+    scores_BGSJ = block_scores(q_BSHD, k_cmp_BNGD, spec, start)
+    block = torch.arange(scores_BGSJ.shape[-1], device=q_BSHD.device)
+    newest = position[:, None] // spec.l_sel
+    forced = (block == 0) | (block == newest) | (block == newest - 1)
+    ranked = scores_BGSJ.masked_fill(forced, float("inf")).masked_fill(block > newest, -1.0)
+    # A stable sort gives ties to the lower index; topk promises nothing about them.
+    best, ids = torch.sort(ranked, dim=-1, descending=True, stable=True)
+    best, ids = best[..., : spec.n_sel], ids[..., : spec.n_sel]
+    unused = torch.iinfo(torch.int32).max
+    ids = ids.masked_fill(best < 0, unused).sort(dim=-1).values
+    ids = torch.nn.functional.pad(ids, (0, spec.n_sel - ids.shape[-1]), value=unused)
+    return ids.masked_fill(ids == unused, -1).to(torch.int32).transpose(1, 2).contiguous()
+
+
+def block_scores(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
+    """Score `[B,G,S,J]` of every selection block: the compressed branch's probabilities, shared out by overlap."""
+    position = _positions(q_BSHD, start)
+    blocks = k_cmp_BNGD.shape[1]
+    columns = spec.selection_blocks(start + q_BSHD.shape[1])
+    batch, tokens, _, _ = q_BSHD.shape
+    groups = k_cmp_BNGD.shape[2]
+    if blocks == 0:
+        return torch.zeros(batch, groups, tokens, columns, dtype=_compute_dtype(q_BSHD), device=q_BSHD.device)
+    block_end = torch.arange(blocks, device=q_BSHD.device) * spec.d + spec.l - 1
+    visible = (block_end <= position[:, None])[None, None, None]
+    p_BGRSN = _softmax(_scores(q_BSHD, k_cmp_BNGD), visible)
+    return p_BGRSN.sum(dim=2) @ overlap_matrix(blocks, columns, spec, p_BGRSN)
+
+
+def overlap_matrix(blocks: int, columns: int, spec: NSASpec, like: Tensor) -> Tensor:
+    """`[N,J]`: how many stride-d pieces of compressed block `i` lie in selection block `j`."""
+    i = torch.arange(blocks, device=like.device)[:, None] + torch.arange(spec.pieces_per_compressed, device=like.device)
+    matrix = torch.zeros(blocks, columns, dtype=like.dtype, device=like.device)
+    return matrix.scatter_add_(1, i // spec.pieces_per_selected, torch.ones_like(i, dtype=like.dtype))
+
+
+def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible) -> Tensor:  # type: ignore[no-untyped-def]
+    """Softmax attention; `visible(rows)` gives the mask `[B|1, G|1, rows, T]` for a tile of queries."""
+    tiles = [_attend_tile(q_BSHD[:, rows], k_BTGD, v_BTGD, visible(rows)) for rows in _tiles(q_BSHD, k_BTGD)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)).to(q_BSHD.dtype)
+
+
+def _attend_tile(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible_BGST: Tensor) -> Tensor:
+    p_BGRST = _softmax(_scores(q_BSHD, k_BTGD), visible_BGST.unsqueeze(2))
+    out_BGRSD = p_BGRST @ v_BTGD.to(p_BGRST.dtype).permute(0, 2, 1, 3).unsqueeze(2)
+    return out_BGRSD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _scores(q_BSHD: Tensor, k_BTGD: Tensor) -> Tensor:
+    """Scaled dot products `[B,G,R,S,T]`; head `h` belongs to group `h // R`."""
+    compute = _compute_dtype(q_BSHD)
+    q_BGRSD = q_BSHD.to(compute).unflatten(2, (k_BTGD.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    k_BGDT = k_BTGD.to(compute).permute(0, 2, 3, 1)
+    return (q_BGRSD * q_BSHD.shape[-1] ** -0.5) @ k_BGDT.unsqueeze(2)
+
+
+def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible keys; a row that sees none gives zeros, not NaN."""
+    p = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+    return p * visible
+
+
+def _tiles(q_BSHD: Tensor, k_BTGD: Tensor) -> list[slice]:
+    batch, tokens, heads, _ = q_BSHD.shape
+    rows = max(1, SCORES_AT_ONCE // max(1, batch * heads * k_BTGD.shape[1]))
+    return [slice(i, min(i + rows, tokens)) for i in range(0, tokens, rows)]
+
+
+def _positions(q_BSHD: Tensor, start: int) -> Tensor:
+    return torch.arange(start, start + q_BSHD.shape[1], device=q_BSHD.device)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,128 @@
+"""The geometry of Native Sparse Attention: block sizes, and which blocks exist, overlap and are visible.
+
+No tensors here but the input check, so that every other file of this room agrees on one set of numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORCED_BLOCKS = 3  # block 0 and the two newest, always chosen
+
+
+@dataclass(frozen=True)
+class NSASpec:
+    """Block sizes in tokens and block counts; the keys carry the names the configs use."""
+
+    l: int = 32  # noqa: E741  tokens per compressed block
+    d: int = 16  # stride between compressed blocks
+    l_sel: int = 64  # tokens per selection block
+    n_sel: int = 16  # selection blocks each query attends to
+    w: int = 512  # tokens of the sliding window, the query's own included
+
+    def __post_init__(self) -> None:
+        for name in ("l", "d", "l_sel", "n_sel", "w"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"nsa.{name} must be a whole number of at least 1, got {value!r}")
+        if self.l % self.d:
+            raise ValueError(f"nsa.l must be a multiple of nsa.d, got l={self.l}, d={self.d}")
+        if self.l_sel % self.d:
+            raise ValueError(f"nsa.l_sel must be a multiple of nsa.d, got l_sel={self.l_sel}, d={self.d}")
+        if self.n_sel < FORCED_BLOCKS:
+            raise ValueError(
+                f"nsa.n_sel must be at least {FORCED_BLOCKS}, got {self.n_sel}: block 0 and the two newest are always chosen"
+            )
+
+    def compressed_blocks(self, tokens: int) -> int:
+        """Blocks that lie wholly inside the first `tokens` tokens."""
+        return 0 if tokens < self.l else (tokens - self.l) // self.d + 1
+
+    def selection_blocks(self, tokens: int) -> int:
+        """Selection blocks that hold at least one of the first `tokens` tokens; the last may be partial."""
+        return -(-tokens // self.l_sel)
+
+    def visible_compressed(self, position: int) -> int:
+        """Compressed blocks the query at `position` may see: those that end at or before it."""
+        return self.compressed_blocks(position + 1)
+
+    def last_token(self, block: int) -> int:
+        """Position of the last token of a compressed block; its key is rotated to this position."""
+        return block * self.d + self.l - 1
+
+    @property
+    def pieces_per_compressed(self) -> int:
+        return self.l // self.d
+
+    @property
+    def pieces_per_selected(self) -> int:
+        return self.l_sel // self.d
+
+    def overlap(self, compressed: int, selected: int) -> int:
+        """How many stride-d pieces of a compressed block lie in a selection block."""
+        first = max(compressed, selected * self.pieces_per_selected)
+        last = min(compressed + self.pieces_per_compressed, (selected + 1) * self.pieces_per_selected)
+        return max(0, last - first)
+
+    def reads_per_token(self, context: int) -> int:
+        """Keys a query at the end of `context` tokens reads: compressed, selected and window, by formula."""
+        return self.compressed_blocks(context) + self.n_sel * self.l_sel + min(self.w, context)
+
+
+def check_inputs(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+) -> None:
+    """Raise a ValueError that says what was expected if the inputs of `nsa_attention` do not fit together."""
+    check_queries(q, k_cmp, spec)
+    batch, tokens, heads, dim = q.shape
+    groups = k_cmp.shape[2]
+    expected = {
+        "k_cmp": (k_cmp, (batch, spec.compressed_blocks(tokens), groups, dim)),
+        "v_cmp": (v_cmp, (batch, spec.compressed_blocks(tokens), groups, dim)),
+        "k_sel": (k_sel, (batch, tokens, groups, dim)),
+        "v_sel": (v_sel, (batch, tokens, groups, dim)),
+        "k_win": (k_win, (batch, tokens, groups, dim)),
+        "v_win": (v_win, (batch, tokens, groups, dim)),
+        "gates": (gates, (batch, tokens, heads, 3)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        _check_same_kind(name, tensor, q)
+
+
+def check_queries(q: Tensor, k_cmp: Tensor, spec: NSASpec) -> None:
+    """The part of the check that selection shares: queries against compressed keys."""
+    if q.dim() != 4 or k_cmp.dim() != 4:
+        raise ValueError(f"q and k_cmp must have 4 dimensions, got q {list(q.shape)} and k_cmp {list(k_cmp.shape)}")
+    if not q.is_floating_point():
+        raise ValueError(f"q must be a floating-point tensor, got {q.dtype}")
+    batch, tokens, heads, dim = q.shape
+    if min(q.shape) < 1:
+        raise ValueError(f"q [batch, tokens, heads, dim] must have no empty dimension, got {list(q.shape)}")
+    groups = k_cmp.shape[2]
+    if groups < 1 or heads % groups:
+        raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads and {groups} groups")
+    shape = (batch, spec.compressed_blocks(tokens), groups, dim)
+    if tuple(k_cmp.shape) != shape:
+        raise ValueError(f"k_cmp must have shape {list(shape)} for q {list(q.shape)} and {spec}, got {list(k_cmp.shape)}")
+    _check_same_kind("k_cmp", k_cmp, q)
+
+
+def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != q.dtype:
+        raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
