@@ -33,6 +33,6 @@ def nsa_attention(
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto") -> Tensor:
-    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end."""
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones."""
     check_queries(q, k_cmp, spec)
     return reference.select_blocks(q, k_cmp, spec)

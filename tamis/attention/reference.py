@@ -9,6 +9,8 @@ keys are already cached; keys begin at position 0 (the window's at `first_key`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,9 +41,10 @@ def nsa_attention(
 
 def mix_branches(branches: tuple[Tensor, Tensor, Tensor], gates_BSH3: Tensor) -> Tensor:
     """`Σ gate · branch`, in the order compressed, selected, window."""
-    compute = _compute_dtype(branches[0])
-    weights = gates_BSH3.to(compute).unsqueeze(-1).unbind(dim=3)
-    return sum((w * b.to(compute) for w, b in zip(weights, branches, strict=True)), start=torch.zeros((), dtype=compute))
+    compute = _compute_dtype(gates_BSH3)
+    g_cmp, g_sel, g_win = gates_BSH3.to(compute).unsqueeze(-1).unbind(dim=3)
+    compressed, selected, window = (branch.to(compute) for branch in branches)
+    return g_cmp * compressed + g_sel * selected + g_win * window
 
 
 def compressed_attention(q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
@@ -87,10 +90,9 @@ def selected_attention(
 
 @torch.no_grad()
 def select_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
-    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end."""
-    return torch.cat(
-        [_top_blocks(q_BSHD[:, rows], k_cmp_BNGD, spec, start + rows.start) for rows in _tiles(q_BSHD, k_cmp_BNGD)], dim=1
-    )
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones."""
+    tiles = _tiles(q_BSHD, k_cmp_BNGD)
+    return torch.cat([_top_blocks(q_BSHD[:, rows], k_cmp_BNGD, spec, start + rows.start) for rows in tiles], dim=1)
 
 
 def _top_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int) -> Tensor:
@@ -131,7 +133,7 @@ def overlap_matrix(blocks: int, columns: int, spec: NSASpec, like: Tensor) -> Te
     return matrix.scatter_add_(1, i // spec.pieces_per_selected, torch.ones_like(i, dtype=like.dtype))
 
 
-def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible) -> Tensor:  # type: ignore[no-untyped-def]
+def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible: Callable[[slice], Tensor]) -> Tensor:
     """Softmax attention; `visible(rows)` gives the mask `[B|1, G|1, rows, T]` for a tile of queries."""
     tiles = [_attend_tile(q_BSHD[:, rows], k_BTGD, v_BTGD, visible(rows)) for rows in _tiles(q_BSHD, k_BTGD)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)).to(q_BSHD.dtype)

@@ -35,7 +35,7 @@ class NSASpec:
             raise ValueError(f"nsa.l_sel must be a multiple of nsa.d, got l_sel={self.l_sel}, d={self.d}")
         if self.n_sel < FORCED_BLOCKS:
             raise ValueError(
-                f"nsa.n_sel must be at least {FORCED_BLOCKS}, got {self.n_sel}: block 0 and the two newest are always chosen"
+                f"nsa.n_sel must be at least {FORCED_BLOCKS}, got {self.n_sel}: block 0 and the two newest always count"
             )
 
     def compressed_blocks(self, tokens: int) -> int:
@@ -117,7 +117,9 @@ def check_queries(q: Tensor, k_cmp: Tensor, spec: NSASpec) -> None:
         raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads and {groups} groups")
     shape = (batch, spec.compressed_blocks(tokens), groups, dim)
     if tuple(k_cmp.shape) != shape:
-        raise ValueError(f"k_cmp must have shape {list(shape)} for q {list(q.shape)} and {spec}, got {list(k_cmp.shape)}")
+        raise ValueError(
+            f"k_cmp must have shape {list(shape)} for q {list(q.shape)} and {spec}, got {list(k_cmp.shape)}"
+        )
     _check_same_kind("k_cmp", k_cmp, q)
 
 
