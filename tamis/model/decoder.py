@@ -1,0 +1,97 @@
+"""The decoder: embedding, layers, final norm; the embedding is also the output matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tamis.config import Config
+from tamis.model.dense import DenseLayer
+from tamis.model.layers import RMSNorm, Rotary, SwiGLU
+from tamis.model.loss import linear_cross_entropy
+from tamis.model.nsa import NSALayer, gate_statistics
+
+EMBEDDING_STD = 0.02
+MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, rotary: Rotary) -> None:
+        super().__init__()
+        model = config.model
+        self.attention_norm = RMSNorm(model.dim, model.norm_eps)
+        self.attention = NSALayer(config, rotary) if model.attention == "nsa" else DenseLayer(config, rotary)
+        self.feed_forward_norm = RMSNorm(model.dim, model.norm_eps)
+        self.feed_forward = SwiGLU(model.dim, model.d_ff)
+
+    def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor | None]:
+        attended, gates = self.attention(self.attention_norm(x_BSE))
+        x_BSE = x_BSE + attended
+        return x_BSE + self.feed_forward(self.feed_forward_norm(x_BSE)), gates
+
+
+class Decoder(nn.Module):
+    """`max_len`: longest sequence it will see, by default the one it trains on."""
+
+    def __init__(self, config: Config, max_len: int | None = None) -> None:
+        super().__init__()
+        model = config.model
+        self.config = config
+        self.max_len = max_len or config.train.seq_len
+        rotary = Rotary(model.d_k, model.rope_base, model.rope_scale, self.max_len)
+        self.embedding = nn.Embedding(config.padded_vocab_size, model.dim)
+        self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(model.n_layers))
+        self.norm = RMSNorm(model.dim, model.norm_eps)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith(("embedding.weight", "place")):
+                nn.init.normal_(parameter, std=EMBEDDING_STD)
+            else:
+                nn.init.normal_(parameter, std=self._gain(name) * parameter.shape[1] ** -0.5)
+
+    def _gain(self, name: str) -> float:
+        if ".compress_" in name:
+            return 1.0  # a compressed key must weigh as much as the keys it stands for
+        if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+            return MATRIX_GAIN / (2 * len(self.blocks)) ** 0.5  # keeps the residual stream's variance level with depth
+        return MATRIX_GAIN
+
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states `[B,S,E]` and the gate statistics `[layers, 5]` (None for the dense twin)."""
+        self._check_length(tokens_BS)
+        x, statistics = self.embedding(tokens_BS), []
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for block in self.blocks:
+            x, gates = self._run(block, x)
+            if gates is not None and self.config.train.aux_stats:
+                statistics.append(gate_statistics(gates))
+        return self.norm(x), torch.stack(statistics) if statistics else None
+
+    def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.config.runtime.gradient_checkpointing and self.training:
+            return checkpoint(block, x, use_reentrant=False)
+        return block(x)
+
+    def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mean cross-entropy in nats of every token but the first, given those before it; and the gate statistics."""
+        hidden, statistics = self(tokens_BS1[:, :-1])
+        targets = tokens_BS1[:, 1:].flatten()
+        value = linear_cross_entropy(hidden.flatten(0, 1), self.embedding.weight, targets, self.config.vocab_size)
+        return value, statistics
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the real tokens; the padding of the vocabulary is cut off, so it can never be sampled."""
+        weight = self.embedding.weight[: self.config.vocab_size]
+        return F.linear(hidden, weight.to(hidden.dtype))
+
+    def _check_length(self, tokens_BS: Tensor) -> None:
+        if tokens_BS.shape[1] > self.max_len:
+            raise ValueError(f"{tokens_BS.shape[1]} tokens are more than the {self.max_len} this model was built for")

@@ -1,0 +1,66 @@
+"""The NSA layer: projections per branch, rotary positions, compression and gates around `tamis.attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tamis.attention import NSASpec, nsa_attention
+from tamis.config import Config
+from tamis.model.compress import AverageCompression, LearnedCompression
+from tamis.model.layers import Rotary
+
+COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
+GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
+
+
+class NSALayer(nn.Module):
+    def __init__(self, config: Config, rotary: Rotary) -> None:
+        super().__init__()
+        model, nsa = config.model, config.nsa
+        self.spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
+        self.heads, self.groups, self.dim = model.n_heads, model.n_kv_groups, model.d_k
+        self.rotary = rotary
+        # Queries, then keys and values of the compressed, selected and window branches: one matrix, one product.
+        self.project = nn.Linear(model.dim, (model.n_heads + 6 * model.n_kv_groups) * model.d_k, bias=False)
+        self.gate = nn.Linear(model.dim, model.n_heads * 3)
+        self.compress_k, self.compress_v = (self._compression(nsa.phi) for _ in range(2))
+        self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
+
+    def _compression(self, phi: str) -> nn.Module:
+        return LearnedCompression(self.spec, self.dim) if phi == "mlp" else AverageCompression(self.spec)
+
+    def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its gates `[B,S,H,3]`."""
+        positions = torch.arange(x_BSE.shape[1], device=x_BSE.device)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = self.projections(x_BSE)
+        gates = self.gates(x_BSE)
+        k_cmp, v_cmp = self.compress(k_cmp, v_cmp)
+        q, k_sel, k_win = (self.rotary(t, positions) for t in (q, k_sel, k_win))
+        mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec)
+        return self.out(mixed.flatten(2)), gates
+
+    def projections(self, x_BSE: Tensor) -> list[Tensor]:
+        """Queries `[B,S,H,D]` and the six unrotated `[B,S,G,D]`."""
+        heads = self.project(x_BSE).unflatten(-1, (-1, self.dim))
+        return list(heads.split([self.heads] + [self.groups] * 6, dim=2))
+
+    def gates(self, x_BSE: Tensor) -> Tensor:
+        logits = self.gate(x_BSE).unflatten(-1, (self.heads, 3))
+        return torch.sigmoid(logits.float()).to(logits.dtype)
+
+    def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
+        """Compressed keys, rotated to their block's last position, and values; blocks count from `first_block`."""
+        k, v = self.compress_k(k_BSGD), self.compress_v(v_BSGD)
+        blocks = torch.arange(first_block, first_block + k.shape[1], device=k.device)
+        return self.rotary(k, blocks * self.spec.d + self.spec.l - 1), v
+
+
+@torch.no_grad()
+def gate_statistics(gates_BSH3: Tensor) -> Tensor:
+    """Five numbers, in the order of GATE_STATISTICS: mean share per branch, entropy of the shares in nats, collapse."""
+    gates = gates_BSH3.detach().float()
+    shares = gates / gates.sum(dim=-1, keepdim=True).clamp_min(1e-9)
+    entropy = -(shares * shares.clamp_min(1e-9).log()).sum(dim=-1).mean()
+    collapsed = (shares.amax(dim=-1) > COLLAPSED_SHARE).float().mean()
+    return torch.cat((shares.mean(dim=(0, 1, 2)), torch.stack((entropy, collapsed))))

@@ -1,0 +1,84 @@
+"""True parameter count and exact FLOPs per token, from the configuration alone. No torch here.
+
+A matrix product of `[m,k]` by `[k,n]` counts 2·m·k·n; backward counts twice forward. Tests hold the parameter
+count to the model's own.
+"""
+
+from __future__ import annotations
+
+from tamis.config import Config
+
+
+def parameter_count(config: Config) -> int:
+    """Parameters the optimizer steps, padding of the vocabulary included."""
+    model = config.model
+    norms = 2 * model.dim
+    feed_forward = 3 * model.dim * model.d_ff
+    layer = attention_parameters(config) + feed_forward + norms
+    return config.padded_vocab_size * model.dim + model.n_layers * layer + model.dim
+
+
+def attention_parameters(config: Config) -> int:
+    model = config.model
+    queries_and_output = 2 * model.dim * model.n_heads * model.d_k
+    key_or_value = model.dim * model.n_kv_groups * model.d_k
+    if model.attention == "dense":
+        return queries_and_output + 2 * key_or_value
+    gates = (model.dim + 1) * model.n_heads * 3
+    return queries_and_output + 6 * key_or_value + gates + 2 * _phi_parameters(config)
+
+
+def _phi_parameters(config: Config) -> int:
+    """The learned compression of one of keys or values: position embedding and two matrices with biases."""
+    if config.nsa.phi == "avg":
+        return 0
+    block, dim = config.nsa.l * config.model.d_k, config.model.d_k
+    return block + block * dim + dim + dim * dim + dim
+
+
+def flops_per_token(config: Config, training: bool = True) -> float:
+    """Mean over the positions of a sequence of `train.seq_len` tokens."""
+    model = config.model
+    heads = model.n_heads * model.d_k
+    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.padded_vocab_size * model.dim
+    keys_and_values = 2 if model.attention == "dense" else 6
+    projections = 2 * model.dim * heads + keys_and_values * model.dim * model.n_kv_groups * model.d_k
+    if model.attention == "nsa":
+        projections += model.dim * model.n_heads * 3
+    forward = 2.0 * (matrices + model.n_layers * projections)
+    scoring = 0.0
+    if model.attention == "dense":
+        forward += model.n_layers * 4.0 * heads * mean_keys_dense(config)
+    else:
+        compressed, selected, window = mean_keys_nsa(config)
+        forward += model.n_layers * (4.0 * heads * (compressed + selected + window) + _phi_flops(config))
+        scoring = model.n_layers * 2.0 * heads * compressed  # selection's second look at the keys has no backward
+    return (3.0 if training else 1.0) * forward + scoring
+
+
+def _phi_flops(config: Config) -> float:
+    """Per token and layer: every `d` tokens one block of keys and one of values per group go through the MLP."""
+    if config.nsa.phi == "avg":
+        return 0.0
+    dim = config.model.d_k
+    per_block = 2.0 * (config.nsa.l * dim * dim + dim * dim)
+    return 2.0 * config.model.n_kv_groups * per_block / config.nsa.d
+
+
+def mean_keys_dense(config: Config) -> float:
+    return (config.train.seq_len + 1) / 2
+
+
+def mean_keys_nsa(config: Config) -> tuple[float, float, float]:
+    """Keys a query reads on average in each branch: compressed, selected, window."""
+    nsa, tokens = config.nsa, config.train.seq_len
+    compressed = sum(max(0, (t + 1 - nsa.l) // nsa.d + 1) if t + 1 >= nsa.l else 0 for t in range(tokens))
+    selected = sum(_selected_keys(t, nsa.l_sel, nsa.n_sel) for t in range(tokens))
+    window = sum(min(t + 1, nsa.w) for t in range(tokens))
+    return compressed / tokens, selected / tokens, window / tokens
+
+
+def _selected_keys(position: int, l_sel: int, n_sel: int) -> int:
+    newest = position // l_sel
+    whole_blocks = min(newest, n_sel - 1)
+    return whole_blocks * l_sel + position % l_sel + 1
