@@ -1,1 +1,1 @@
-"""Supervision: the run directory and everything that prepares, watches, judges and hands over a run. No torch."""
+"""Everything around a run that needs no torch: its files, its heartbeats, who watches it, halts it and restarts it."""

@@ -1,0 +1,116 @@
+"""Which checkpoint may be trusted: its manifest and verification, the newest valid one, retention. No torch.
+
+The order of a save is: OUT/checkpoint_step{N}.pt whole and in place, then OUT/checkpoint_step{N}.json. A checkpoint
+without manifest was cut short; one whose bytes disagree with its manifest is damaged. Neither is ever loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tamis.run.directory import RunDirectory
+from tamis.run.records import write_json_atomic
+
+
+def write_manifest(run: RunDirectory, step: int, *, config_hash: str, sha256: str | None = None) -> None:
+    """Declare a finished checkpoint; `sha256` spares a second reading when the writer has summed the bytes already."""
+    path = run.checkpoint(step)
+    manifest = {
+        "step": step,
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": sha256 or sha256_of(path),
+        "config_hash": config_hash,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_json_atomic(run.manifest(step), manifest)
+
+
+def sha256_of(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest's fields; a ValueError says what is wrong with it."""
+    try:
+        manifest = json.loads(Path(path).read_text(encoding="utf-8"))
+        if isinstance(manifest["step"], int) and isinstance(manifest["bytes"], int) and manifest["sha256"]:
+            return dict(manifest)
+    except FileNotFoundError:
+        raise ValueError("it has no manifest: the save was cut short") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"its manifest {Path(path).name} cannot be read")
+
+
+def damage(manifest: str | Path) -> str | None:
+    """What is wrong with the checkpoint of this manifest, in a few words; None when every byte is as it was written."""
+    manifest = Path(manifest)
+    checkpoint = manifest.with_suffix(".pt")
+    try:
+        promised = read_manifest(manifest)
+        size = checkpoint.stat().st_size
+        if size != promised["bytes"]:
+            return f"it holds {size} bytes, {promised['bytes']} were written"
+        if sha256_of(checkpoint) != promised["sha256"]:
+            return "its sha256 is not the one that was written"
+    except FileNotFoundError:
+        return "the file is gone, only its manifest is left"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def verify(manifest: str | Path) -> bool:
+    return damage(manifest) is None
+
+
+def latest_valid_checkpoint(
+    run: RunDirectory | str | Path, *, on_damaged: Callable[[str], None] | None = None
+) -> int | None:
+    """The newest step whose checkpoint is whole; newer ones that are not are named to `on_damaged`, else on stderr."""
+    run = run if isinstance(run, RunDirectory) else RunDirectory(run)
+    tell = on_damaged or (lambda message: print(message, file=sys.stderr, flush=True))
+    for step in reversed(run.checkpoint_traces()):
+        problem = damage(run.manifest(step))
+        if problem is None:
+            return step
+        tell(f"{run.checkpoint(step)} is not used: {problem}")
+    return None
+
+
+def remove_old_checkpoints(run: RunDirectory, keep: int) -> list[int]:
+    """Delete all but the newest `keep` finished checkpoints, and what older cut-short saves left; 0 keeps all.
+
+    The manifest goes first, so that a kill in between leaves an unfinished checkpoint, not a damaged one.
+    """
+    finished = [step for step in run.checkpoints() if _has_promised_size(run, step)]
+    if keep == 0 or len(finished) <= keep:
+        return []
+    oldest_kept = finished[-keep]
+    removed = [step for step in run.checkpoint_traces() if step < oldest_kept]
+    for step in removed:
+        run.manifest(step).unlink(missing_ok=True)
+        run.checkpoint(step).unlink(missing_ok=True)
+    return removed
+
+
+def remove_leftovers(run: RunDirectory) -> None:
+    """Delete the temporary files of saves that were killed; only for the owner of the run, before it saves."""
+    for path in run.checkpoint_leftovers():
+        path.unlink(missing_ok=True)
+
+
+def _has_promised_size(run: RunDirectory, step: int) -> bool:
+    """Reading every byte at each save would be slow; the size catches what a full disk or a kill leaves."""
+    try:
+        return run.checkpoint(step).stat().st_size == read_manifest(run.manifest(step))["bytes"]
+    except (OSError, ValueError):
+        return False

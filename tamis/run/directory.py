@@ -1,0 +1,121 @@
+"""Every file name of a run directory, in one place: the interface between trainer, supervisor, watchdog and monitor.
+
+`docs/run-directory.md` says what each file holds.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.(pt|json)")
+_TEMPORARY = re.compile(r"checkpoint_step\d+\.(pt|json)(\.\d+)?\.tmp")
+_HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
+
+
+class RunDirectory:
+    """The names of the files under one OUT directory; nothing is created before `create()`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def create(self) -> RunDirectory:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @property
+    def config_yaml(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def training_csv(self) -> Path:
+        return self.path / "training.csv"
+
+    @property
+    def val_csv(self) -> Path:
+        return self.path / "val.csv"
+
+    @property
+    def metrics_json(self) -> Path:
+        return self.path / "metrics.json"
+
+    @property
+    def env_json(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def run_info(self) -> Path:
+        return self.path / "run.info"
+
+    @property
+    def train_log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def halt(self) -> Path:
+        return self.path / ".HALT"
+
+    @property
+    def anomaly(self) -> Path:
+        return self.path / ".anomaly_type"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.path / f"heartbeat_rank{rank}.jsonl"
+
+    def heartbeats(self) -> dict[int, Path]:
+        """The heartbeat files that exist, by rank."""
+        found = ((_HEARTBEAT.fullmatch(path.name), path) for path in self._entries())
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"checkpoint_step{step}.pt"
+
+    def manifest(self, step: int) -> Path:
+        return self.path / f"checkpoint_step{step}.json"
+
+    def checkpoints(self) -> list[int]:
+        """Steps, ascending, whose checkpoint was finished: both the file and its manifest are there."""
+        return sorted(self._steps_with("pt") & self._steps_with("json"))
+
+    def checkpoint_traces(self) -> list[int]:
+        """Steps, ascending, with a checkpoint file or a manifest, finished or not."""
+        return sorted(self._steps_with("pt") | self._steps_with("json"))
+
+    def checkpoint_leftovers(self) -> list[Path]:
+        """Temporary files of saves that were cut short."""
+        return sorted(path for path in self._entries() if _TEMPORARY.fullmatch(path.name))
+
+    def stackdumps(self) -> list[Path]:
+        return sorted(path for path in self._entries() if path.name.startswith("stackdump_"))
+
+    def memory_dump(self, moment: str, step: int, suffix: str) -> Path:
+        """`moment` is pre or post the step."""
+        return self.path / f"mem_{moment}_step{step}.{suffix}"
+
+    def _steps_with(self, suffix: str) -> set[int]:
+        matches = (_CHECKPOINT.fullmatch(path.name) for path in self._entries())
+        return {int(match[1]) for match in matches if match and match[2] == suffix}
+
+    def _entries(self) -> list[Path]:
+        try:
+            return list(self.path.iterdir())
+        except FileNotFoundError:
+            return []

@@ -1,0 +1,243 @@
+"""The heartbeat: one line of JSON per rank, step and phase. One schema for its writer, watchdog, monitor and tests.
+
+A line is one write() without fsync: it survives the process, and costs a few microseconds. Two files bound the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Phase = Literal[
+    "boot",  # the process runs, nothing is loaded
+    "loader_ready",  # the data is open; the first fetch follows
+    "compile",  # the model is being compiled or warmed up
+    "step_start",  # a step begins; its batch is being fetched
+    "progress",  # the batch is here; forward, backward and collectives run
+    "step_end",  # the weights have moved
+    "eval",  # validation runs; beaten for every batch
+    "checkpoint",  # a checkpoint is being written
+    "done",  # all steps are done
+    "halted",  # stopped on request, checkpoint written
+    "failed",  # stopped by an error; detail says which
+]
+PHASES: frozenset[str] = frozenset(get_args(Phase))
+FINAL_PHASES = frozenset({"done", "halted", "failed"})
+MAX_BYTES = 64 << 20  # per file; one older file of this size is kept beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """One beat. Units are in the names; what was not measured is None."""
+
+    ts: float  # wall clock, Unix seconds: for people
+    mono: float  # monotonic clock, seconds: for durations within one process, whatever the wall clock does
+    rank: int
+    pid: int
+    step: int  # the step the phase belongs to; 0 before the first
+    phase: str
+    loss: float | None = None
+    lr: float | None = None
+    toks_per_s: float | None = None  # of the whole group
+    grad_norm: float | None = None  # before clipping
+    dt_step_s: float | None = None
+    dt_fetch_s: float | None = None  # how long this step waited for its batch
+    dt_fetch_p50_s: float | None = None
+    dt_fetch_p95_s: float | None = None
+    gpu_mem_alloc_gib: float | None = None
+    gpu_mem_reserved_gib: float | None = None
+    mfu: float | None = None  # share of the device's peak, 0 to 1
+    gate_entropy_mean: float | None = None  # nats, over layers and heads; ln 3 = 1.0986: three equal gates
+    gate_entropy_min: float | None = None
+    gate_collapse_fraction: float | None = None  # share of heads where one branch takes nearly all
+    gate_shares: list[list[float]] | None = None  # per layer: compressed, selected, window
+    gate_entropy: list[float] | None = None  # per layer
+    exit_code: int | None = None  # with done, halted, failed: the code this rank exits with
+    detail: str | None = None  # a short word for people: which batch of the evaluation, which error
+
+    @classmethod
+    def from_line(cls, line: str | bytes) -> Heartbeat | None:
+        """The beat of one line; None when the line was cut short or is not a beat."""
+        try:
+            values = json.loads(line)
+            known = {name: _restored(value) for name, value in values.items() if name in FIELDS}
+            beat = cls(**known)
+        except (ValueError, TypeError, AttributeError):
+            return None
+        return beat if beat.phase in PHASES else None
+
+    @property
+    def is_final(self) -> bool:
+        return self.phase in FINAL_PHASES
+
+
+FIELDS = frozenset(field.name for field in dataclasses.fields(Heartbeat))
+OPTIONAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Heartbeat) if field.default is None)
+
+
+class HeartbeatWriter:
+    """Appends the beats of one rank. Only the thread that made it may beat: a helper thread cannot fake progress."""
+
+    def __init__(self, path: str | Path, rank: int, *, max_bytes: int = MAX_BYTES) -> None:
+        self.path = Path(path)
+        self.rank = rank
+        self.lost = 0  # beats that could not be written, on a full disk say
+        self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+        self._open()
+
+    def beat(self, phase: Phase, step: int, **fields: Any) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a heartbeat must come from the thread that trains")
+        if phase not in PHASES or not fields.keys() <= OPTIONAL_FIELDS:
+            raise ValueError(f"not in the heartbeat schema: phase {phase!r}, fields {set(fields) - OPTIONAL_FIELDS}")
+        record = {
+            "ts": round(time.time(), 3),
+            "mono": round(time.monotonic(), 4),
+            "rank": self.rank,
+            "pid": self._pid,
+            "step": step,
+            "phase": phase,
+            **fields,
+        }
+        try:
+            line = self._encode(record)
+        except ValueError:  # JSON has no NaN: such numbers are written as words
+            line = self._encode({name: _speakable(value) for name, value in record.items()})
+        self._write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _write(self, line: bytes) -> None:
+        if self._size + len(line) > self._max_bytes:
+            self._rotate()
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError:  # a full disk must not end the training that would free it
+            self.lost += 1
+            return
+        self._size += written
+        if written < len(line):
+            self.lost += 1
+            self._finish_line()
+
+    def _finish_line(self) -> None:
+        """End a line the disk cut short, so that the next beat stands on its own."""
+        try:
+            self._size += os.write(self._descriptor, b"\n")
+        except OSError:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        os.close(self._descriptor)
+        os.replace(self.path, previous_file(self.path))
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._descriptor).st_size
+        if self._size and not _ends_with_newline(self.path):
+            self._finish_line()
+
+
+def previous_file(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def read_heartbeats(path: str | Path, tail: int | None = None) -> list[Heartbeat]:
+    """The beats of a file and of the one rotated away before it, oldest first; only the last `tail` if given.
+
+    Lines cut short by a kill are passed over; no file is no beats.
+    """
+    path = Path(path)
+    beats: list[Heartbeat] = []
+    for part in (path, previous_file(path)):
+        if tail is None or len(beats) < tail:
+            beats = _beats_in(part, None if tail is None else tail - len(beats)) + beats
+    return beats
+
+
+def _beats_in(path: Path, tail: int | None) -> list[Heartbeat]:
+    lines = _last_lines(path, tail) if tail is not None else _read(path).split(b"\n")
+    return [beat for beat in map(Heartbeat.from_line, lines) if beat is not None]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _last_lines(path: Path, count: int) -> list[bytes]:
+    """The last `count` complete lines, read from the end so that a long file costs no more than a short one."""
+    try:
+        with open(path, "rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            block = b""
+            while position and block.count(b"\n") <= count:
+                size = min(position, 1 << 16)
+                position = file.seek(position - size)
+                block = file.read(size) + block
+    except FileNotFoundError:
+        return []
+    return block.split(b"\n")[:-1][-count:]
+
+
+class HeartbeatFollower:
+    """Gives the beats that were added to a file since the last look, through rotation and restarts."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._inode = 0
+        self._offset = 0
+
+    def poll(self) -> list[Heartbeat]:
+        fresh: list[bytes] = []
+        try:
+            inode = self.path.stat().st_ino
+            if self._inode and inode != self._inode:  # rotated: finish the old file first
+                fresh += self._lines_after(previous_file(self.path))
+                self._offset = 0
+            self._inode = inode
+            fresh += self._lines_after(self.path)
+        except FileNotFoundError:
+            pass
+        return [beat for beat in map(Heartbeat.from_line, fresh) if beat is not None]
+
+    def _lines_after(self, path: Path) -> list[bytes]:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(complete) + len(newline)
+        return complete.split(b"\n")
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _speakable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return [_speakable(item) for item in value] if isinstance(value, list) else value
+
+
+def _restored(value: Any) -> Any:
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return [_restored(item) for item in value] if isinstance(value, list) else value

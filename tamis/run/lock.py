@@ -1,0 +1,106 @@
+"""One trainer per run directory: a lock file with its owner, and process identities that a reused pid cannot fake."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A pid with the process's start time, so that a later process with the same pid is not taken for it."""
+
+    pid: int
+    started: int  # clock ticks since boot
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The process that has this pid now; start time 0 when there is none."""
+        return cls(pid, _start_time(pid) or 0)
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId | None:
+        pid, _, started = text.partition(":")
+        return cls(int(pid), int(started)) if pid.isdecimal() and started.isdecimal() else None
+
+    def __str__(self) -> str:
+        return f"{self.pid}:{self.started}"
+
+    def is_alive(self) -> bool:
+        return self.started != 0 and _start_time(self.pid) == self.started
+
+    def send(self, number: int) -> None:
+        """Signal the process if it is still the same one."""
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _start_time(pid: int) -> int | None:
+    """None when there is no such process, or only its zombie is left."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class RunLocked(RuntimeError):
+    """Another process owns the run directory."""
+
+
+class RunLock:
+    """Held while a process owns the run directory. The kernel frees it when the owner dies, however it dies."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)  # RunDirectory.lock
+        self._descriptor: int | None = None
+
+    def acquire(self, purpose: str) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise RunLocked(self._refusal()) from None
+        self._descriptor = descriptor
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "purpose": purpose, "since": time.time()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """Let go. The file stays: removing it would let two processes lock two files of the same name."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def owner(self) -> dict[str, object] | None:
+        """Who holds the lock, or held it when it died; None when it was released."""
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def _refusal(self) -> str:
+        owner = self.owner() or {}
+        return (
+            f"{self.path.parent} belongs to a running {owner.get('purpose', 'process')} "
+            f"(pid {owner.get('pid', 'unknown')} on {owner.get('host', 'this machine')}). "
+            f"Halt it first (touch {self.path.parent / '.HALT'}), or choose another train.out_dir."
+        )
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,83 @@
+"""Small files that must never be half-written: CSV logs that survive a resume, JSON and text replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+TRAINING_HEADER = "step,loss,lr,toks_per_s"
+VAL_HEADER = "step,loss,ppl"
+
+
+def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a temporary file, then put it in place: a reader sees the old content or the new, whole."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def write_text_atomic(path: str | Path, text: str) -> None:
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_json_atomic(path: str | Path, value: Any) -> None:
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _sync_directory(path: Path) -> None:
+    """A rename lasts through a power cut only once its directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class CsvLog:
+    """A CSV file with a fixed header whose first column is the step; each row reaches the file at once."""
+
+    def __init__(self, path: str | Path, header: str) -> None:
+        self.path = Path(path)
+        self.header = header
+
+    def resume_at(self, step: int) -> None:
+        """Keep the rows up to `step`, which a resumed run does not write again; 0 starts the file afresh.
+
+        A half-written line, as a kill leaves it, goes too.
+        """
+        rows = [line for line in self._lines() if self._step_of(line) <= step]
+        write_text_atomic(self.path, "\n".join([self.header, *rows]) + "\n")
+
+    def append(self, *values: float | int | str) -> None:
+        row = ",".join(_cell(value) for value in values)
+        if len(values) != len(self.header.split(",")):
+            raise ValueError(f"{self.path.name} has the columns {self.header}, got the row {row}")
+        with open(self.path, "a", encoding="utf-8") as file:  # opened each time: rows are rare, and rotation is safe
+            file.write(row + "\n")
+
+    def _lines(self) -> list[str]:
+        """Complete rows, without the header; the last line counts only if its newline was written."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        columns = len(self.header.split(","))
+        return [line for line in lines if line.count(",") == columns - 1 and line.split(",")[0].isdecimal()]
+
+    def _step_of(self, line: str) -> int:
+        return int(line.split(",")[0])
+
+
+def _cell(value: float | int | str) -> str:
+    return format(value, ".8g") if isinstance(value, float) else str(value)

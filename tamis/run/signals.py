@@ -1,0 +1,72 @@
+"""What a trainer must stop for, as one question it asks at each step boundary: `stop_requested`.
+
+TERM or INT: save, then exit within 25 s; a second one exits at once. HUP: the terminal is lost; training goes on and
+its output goes to OUT/train.log. USR1: stack dump. `.HALT`: save and stop, all ranks together.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Literal
+
+from tamis.run import stackdump
+from tamis.run.directory import RunDirectory
+from tamis.run.exit_codes import ExitCode
+from tamis.run.halt import HaltFile
+from tamis.run.sidecar import SUPERVISOR_VARIABLE
+
+StopReason = Literal["halt", "term", "int"]
+EXIT_CODE_OF = {
+    "halt": ExitCode.HALTED,
+    "term": ExitCode.PREEMPTED,
+    "int": ExitCode.PREEMPTED,
+}
+
+
+class StopSignals:
+    """Installs the handlers of one rank, and its sidecar. Make it first thing in the main thread.
+
+    A `.HALT` is only looked at by rank 0, which tells the others: they must all stop at the same step.
+    """
+
+    def __init__(self, run: RunDirectory, rank: int) -> None:
+        self._run = run
+        self._rank = rank
+        self._halt = HaltFile(run.halt) if rank == 0 else None
+        self._signalled: StopReason | None = None
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGHUP, self._on_hangup)
+        self.sidecar = stackdump.install(run, rank)
+
+    @property
+    def stop_requested(self) -> StopReason | None:
+        if self._signalled is None and self._halt and self._halt.requested():
+            return "halt"
+        return self._signalled
+
+    @property
+    def is_supervised(self) -> bool:
+        """Then the supervisor has dealt with a stale .HALT, and one that is there now is meant for us."""
+        return SUPERVISOR_VARIABLE in os.environ
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled is not None:
+            os.write(2, b"second signal: leaving at once, the last checkpoint stands\n")
+            os._exit(ExitCode.PREEMPTED)
+        self._signalled = "term" if number == signal.SIGTERM else "int"
+        name = signal.Signals(number).name
+        os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and leaving\n".encode())
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """Writing to a terminal that is gone fails, and would end the run the operator left alone."""
+        if os.isatty(1) or os.isatty(2):
+            log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+        sys.stderr.write("the terminal is gone (SIGHUP): training goes on\n")
+        sys.stderr.flush()
