@@ -1,0 +1,17 @@
+"""Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch here."""
+
+from tamis.data.errors import DataError
+from tamis.data.loader import Batch, Loader
+from tamis.data.opening import merge_states, open_loader, validation_batches
+from tamis.data.tokenizer import Tokenizer, tokenizer_for
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "Loader",
+    "Tokenizer",
+    "merge_states",
+    "open_loader",
+    "tokenizer_for",
+    "validation_batches",
+]

@@ -1,0 +1,164 @@
+"""Documents out of local files: parquet, JSONL (also .gz) and plain text, one record at a time, from any record on.
+
+A record is the UTF-8 bytes of a document, None where there is nothing (a blank line, a null), or what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tamis.data.errors import DataError
+from tamis.data.tokenizer import END_OF_TEXT
+
+PARQUET, JSONL, TEXT = (".parquet",), (".jsonl", ".jsonl.gz", ".ndjson"), (".txt", ".text", ".md")
+ROWS_PER_BATCH = 256
+TEXT_PIECE_BYTES = 16 * 1024  # a text file without separators is cut at the first blank line after this many bytes …
+TEXT_PIECE_LIMIT = 4 * TEXT_PIECE_BYTES  # … or at the first line end after this many
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    reason: str
+
+
+Record = bytes | BadRecord | None
+
+
+class LocalFiles:
+    """A file or a folder of files that hold documents."""
+
+    def __init__(self, path: str | Path, text_column: str = "text") -> None:
+        self.path = Path(path)
+        self.text_column = text_column
+        self.files = _list_files(self.path)
+        self.names = [str(file.relative_to(self.path)) if self.path.is_dir() else file.name for file in self.files]
+        self.sizes = [file.stat().st_size for file in self.files]
+
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """What must stay the same for a position in these files to keep its meaning."""
+        return [[name, size] for name, size in zip(self.names, self.sizes, strict=True)]
+
+    def read(self, file: int, start: int = 0) -> Iterator[Record]:
+        """The records of one file from record number `start` on."""
+        path = self.files[file]
+        if path.name.endswith(PARQUET):
+            yield from read_parquet(path, self.text_column, start)
+        elif path.name.endswith(JSONL):
+            yield from _after(start, read_jsonl(path, self.text_column))
+        else:
+            yield from _after(start, read_text(path))
+
+
+def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            check_column(text_column, file.schema_arrow.names, path.name)
+            groups, skip = _groups_from(file.metadata, start)
+            for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, row_groups=groups, columns=[text_column]):
+                if skip < len(batch):
+                    yield from column_records(batch.column(0)[skip:])
+                skip = max(0, skip - len(batch))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet ({error}): replace or remove the file") from error
+
+
+def _groups_from(metadata: object, start: int) -> tuple[list[int], int]:
+    """The row groups that hold records from `start` on, and how many rows of the first to skip."""
+    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]  # type: ignore[attr-defined]
+    first = 0
+    while first < len(rows) and start >= rows[first]:
+        start -= rows[first]
+        first += 1
+    return list(range(first, len(rows))), start
+
+
+def column_records(column: object) -> Iterator[Record]:
+    """The values of an Arrow string column as raw bytes, so that one bad byte does not spoil its neighbours."""
+    import pyarrow as pa
+
+    kind = column.type  # type: ignore[attr-defined]
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
+        raise DataError(f"the text column holds {kind}, not text: set data.text_column")
+    yield from column.cast(pa.large_binary()).to_pylist()  # type: ignore[attr-defined]
+
+
+def check_column(text_column: str, names: list[str], where: str) -> None:
+    if text_column not in names:
+        raise DataError(f"{where} has no column {text_column!r}: set data.text_column to one of {', '.join(names)}")
+
+
+def read_jsonl(path: Path, text_column: str) -> Iterator[Record]:
+    """One record per line, so that a record's number is its line."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        try:
+            for line in lines:
+                yield _json_record(line, text_column)
+        except (OSError, EOFError) as error:
+            raise DataError(f"{path} cannot be read ({error}): replace or remove the file") from error
+
+
+def _json_record(line: bytes, text_column: str) -> Record:
+    if not line.strip():
+        return None
+    try:
+        value = json.loads(line)
+        text = value[text_column]
+        return text.encode() if text is not None else None
+    except UnicodeError as error:
+        return BadRecord(f"invalid Unicode ({error})")
+    except ValueError as error:
+        return BadRecord(f"not JSON ({error})")
+    except KeyError:
+        return BadRecord(f"no key {text_column!r} (see data.text_column)")
+    except (TypeError, AttributeError):
+        return BadRecord(f"not an object with text under {text_column!r}")
+
+
+def read_text(path: Path) -> Iterator[Record]:
+    """Documents end at a line `<|endoftext|>`; a long stretch without is cut at a blank line. Nothing is lost."""
+    piece, size = [], 0
+    mark = END_OF_TEXT.encode()
+    with path.open("rb") as lines:
+        for line in lines:
+            ends = line.strip() == mark
+            if not ends:
+                piece.append(line)
+                size += len(line)
+            if ends or size >= TEXT_PIECE_LIMIT or (size >= TEXT_PIECE_BYTES and not line.strip()):
+                yield b"".join(piece)
+                piece, size = [], 0
+    if piece:
+        yield b"".join(piece)
+
+
+def _after(start: int, records: Iterator[Record]) -> Iterator[Record]:
+    for number, record in enumerate(records):
+        if number >= start:
+            yield record
+
+
+def _list_files(path: Path) -> list[Path]:
+    known = PARQUET + JSONL + TEXT
+    if path.is_file():
+        if not path.name.endswith(known):
+            raise DataError(f"data.local_path {path} is of no known kind: {', '.join(known)}")
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"data.local_path {path} does not exist")
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.endswith(known) and not _hidden(f, path))
+    if not files:
+        raise DataError(f"data.local_path {path} holds none of {', '.join(known)}")
+    return files
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return bool(re.search(r"(^|/)[._]", str(file.relative_to(root))))

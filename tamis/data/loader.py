@@ -1,0 +1,175 @@
+"""The loader: batches prepared ahead in a background thread, each with the exact position that follows it.
+
+A batch that does not come in time, or data that fails or ends, is a DataError; noise replaces it only when asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tamis.config import Config
+from tamis.data.errors import DataError
+from tamis.data.synthetic import SyntheticSamples
+
+FETCH_TIMES_KEPT = 200
+CLOSE_WAIT_S = 2.0  # a thread blocked in a read is left behind after this
+
+
+class Samples(Protocol):
+    """One rank's samples in their fixed order."""
+
+    is_synthetic: bool
+    fingerprint: str
+
+    @property
+    def description(self) -> str: ...
+
+    def take(self, count: int) -> npt.NDArray[np.int32]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: npt.NDArray[np.int32]  # [accumulate_grad_batches, batch_size, seq_len + 1]
+    fetch_s: float  # how long the caller waited for it
+
+
+class Loader:
+    """Batches of one rank; `state` follows the batches handed out, never those prepared ahead."""
+
+    def __init__(self, config: Config, samples: Samples, rank: int, world_size: int) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.fingerprint = samples.fingerprint  # of the data asked for, also when noise replaced it
+        self._samples = samples
+        self._state = samples.state()
+        self._substituted = ""  # why noise replaced the data
+        self._fetch_times: deque[float] = deque(maxlen=FETCH_TIMES_KEPT)
+        self._producer: _Producer | None = None
+
+    @property
+    def is_synthetic(self) -> bool:
+        return self._samples.is_synthetic
+
+    @property
+    def description(self) -> str:
+        substituted = f" IN PLACE OF {self.config.data.dataset} ({self._substituted})" if self._substituted else ""
+        return self._samples.description + substituted
+
+    def next(self) -> Batch:
+        """The next batch of this rank."""
+        began = time.perf_counter()
+        try:
+            tokens, self._state = self._fetch()
+        except DataError as error:
+            if self.is_synthetic or not self.config.data.synthetic_on_fail:
+                raise
+            self.substitute_noise(str(error))
+            tokens, self._state = self._fetch()
+        fetch_s = time.perf_counter() - began
+        self._fetch_times.append(fetch_s)
+        train = self.config.train
+        return Batch(tokens.reshape(train.accumulate_grad_batches, train.batch_size, -1), fetch_s)
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch handed out, as JSON can hold it."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a position that `state` or `merge_states` gave; only before the first batch."""
+        if self._producer:
+            raise RuntimeError("restore comes before the first batch")
+        if state.get("kind") == "synthetic" and not self.is_synthetic:
+            if not self.config.data.synthetic_on_fail:
+                raise DataError(
+                    "the checkpoint was trained on noise that replaced the data (data.synthetic_on_fail): "
+                    "resume from an earlier one, or set data.synthetic_on_fail: true to go on with noise"
+                )
+            self.substitute_noise("as before the resume")
+        if state.get("fingerprint") != self._samples.fingerprint:
+            raise DataError(
+                f"the checkpoint's position belongs to other data ({state.get('fingerprint')}, here "
+                f"{self._samples.fingerprint}): restore the files and the data.* keys and train.seed it was made with"
+            )
+        self._samples.restore(state)
+        self._state = state
+
+    def fetch_percentiles(self) -> tuple[float, float]:
+        """Median and 95th percentile of the last waits, in seconds."""
+        if not self._fetch_times:
+            return 0.0, 0.0
+        p50, p95 = np.percentile(self._fetch_times, [50, 95])
+        return float(p50), float(p95)
+
+    def substitute_noise(self, reason: str) -> None:
+        """Go on with random tokens from the same sample number on, and say so from now on."""
+        self.close()
+        noise = SyntheticSamples(self.config, self.rank, self.world_size)
+        noise.restore({"samples": self._state["samples"]})
+        self._samples, self._state, self._substituted, self._producer = noise, noise.state(), reason, None
+
+    def close(self) -> None:
+        if self._producer:
+            self._producer.close()
+
+    def _fetch(self) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
+        if not self._producer:
+            self._producer = _Producer(self.config, self._samples)
+        return self._producer.get()
+
+
+class _Producer:
+    """The background thread and the queue it fills."""
+
+    def __init__(self, config: Config, samples: Samples) -> None:
+        self._samples, self._timeout_s = samples, config.data.loader_timeout_s
+        self._count = config.train.accumulate_grad_batches * config.train.batch_size
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=config.data.prefetch_batches)
+        self._closed = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._produce, name="tamis-loader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
+        if self._failure:
+            raise self._failure
+        try:
+            item = self._ready.get(timeout=self._timeout_s)
+        except queue.Empty:
+            item = DataError(
+                f"no batch within {self._timeout_s:g} s: check the network or the disk the data is on, "
+                "or raise data.loader_timeout_s (--loader-timeout)"
+            )
+        if isinstance(item, Exception):
+            self._failure = item
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(CLOSE_WAIT_S)
+
+    def _produce(self) -> None:
+        try:
+            while not self._closed.is_set():
+                tokens = self._samples.take(self._count)
+                self._put((tokens, self._samples.state()))
+        except Exception as error:  # carried to the caller's thread, where it is raised
+            self._put(error)
+
+    def _put(self, item: object) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._ready.put(item, timeout=0.2)
+            except queue.Full:
+                continue

@@ -1,0 +1,170 @@
+"""The order documents are seen in: files, then windows of documents, shuffled by keys derived from the seed.
+
+The shuffle is our own, so that it is the same everywhere and a place in it can be returned to exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tamis.data.errors import DataError
+from tamis.data.files import BadRecord, Record
+
+WINDOW_DOCUMENTS = 1024  # documents shuffled together, …
+WINDOW_BYTES = 32 * 2**20  # … or fewer when they are long: a window is held in memory
+SMALL_SOURCE_BYTES = 32 * 2**20  # up to this size a source is read through, to be sure that something is held out
+
+
+class Source(Protocol):
+    """Files of records; what a hub, a folder and the embedded sample have in common."""
+
+    names: list[str]
+    sizes: list[int]  # in bytes; empty when unknown
+
+    @property
+    def identity(self) -> list[list[str | int]]: ...
+
+    def read(self, file: int, start: int = 0) -> Iterator[Record]: ...
+
+
+class Cursor(NamedTuple):
+    """A place between two records: of the epoch's shuffled files, this one, before this record."""
+
+    epoch: int = 0
+    file: int = 0
+    record: int = 0
+
+
+class Document(NamedTuple):
+    text: str
+    size: int  # in UTF-8 bytes
+    hash: int
+
+
+@dataclass
+class Window:
+    start: Cursor
+    documents: list[Document]
+
+
+@dataclass
+class Skipped:
+    """Records passed over since the source was opened."""
+
+    bad: int = 0
+    empty: int = 0
+    last_bad: str = ""
+
+
+@dataclass
+class DocumentOrder:
+    """Training documents, or held-out ones, of a source in their fixed order."""
+
+    source: Source
+    seed: int
+    held_out_below: int  # documents whose hash is below this are held out
+    skip_bad: bool = False
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def windows(self, start: Cursor, epochs: int | None) -> Iterator[Window]:
+        """Windows of shuffled training documents from a window's start on, until the epochs are used up."""
+        epoch, file, record = start
+        while epochs is None or epoch < epochs:
+            found = False
+            for window in self._windows_of_epoch(Cursor(epoch, file, record)):
+                found = True
+                yield window
+            if not found and (file, record) == (0, 0):
+                raise DataError("the data holds no training document: add data, or lower data.val_fraction")
+            epoch, file, record = epoch + 1, 0, 0
+
+    def held_out(self) -> Iterator[Document]:
+        """Held-out documents in the order of the files."""
+        for file in range(len(self.source.names)):
+            for _, document in self.documents(file):
+                if document.hash < self.held_out_below:
+                    yield document
+
+    def _windows_of_epoch(self, start: Cursor) -> Iterator[Window]:
+        documents: list[Document] = []
+        size = 0
+        for after, document in self._training_documents(start):
+            documents.append(document)
+            size += document.size
+            if len(documents) >= WINDOW_DOCUMENTS or size >= WINDOW_BYTES:
+                yield Window(start, self._shuffled(start, documents))
+                start, documents, size = after, [], 0
+        if documents:
+            yield Window(start, self._shuffled(start, documents))
+
+    def _shuffled(self, start: Cursor, documents: list[Document]) -> list[Document]:
+        return [documents[i] for i in shuffled(len(documents), self.seed, *start)]
+
+    def _training_documents(self, start: Cursor) -> Iterator[tuple[Cursor, Document]]:
+        files = shuffled(len(self.source.names), self.seed, start.epoch)
+        for file in range(start.file, len(files)):
+            first = start.record if file == start.file else 0
+            for number, document in self.documents(int(files[file]), first):
+                if document.hash >= self.held_out_below:
+                    yield Cursor(start.epoch, file, number + 1), document
+
+    def documents(self, file: int, start: int = 0) -> Iterator[tuple[int, Document]]:
+        """Number and text of each document of one file; what is unreadable is counted, or stops us."""
+        for number, record in enumerate(self.source.read(file, start), start):
+            document = _document(record) if isinstance(record, bytes) else record
+            if isinstance(document, BadRecord):
+                self._note_bad(f"{self.source.names[file]}:{number + 1}: {document.reason}")
+            elif document:
+                yield number, document
+            else:
+                self.skipped.empty += 1
+
+    def _note_bad(self, problem: str) -> None:
+        if not self.skip_bad:
+            raise DataError(f"unreadable record at {problem}; mend it, or set data.on_bad_record: skip to pass over it")
+        self.skipped.bad += 1
+        self.skipped.last_bad = problem
+
+
+def held_out_below(source: Source, fraction: float) -> int:
+    """The hash below which documents are held out: the fraction of them, and of a small source at least one."""
+    if fraction == 0:
+        return 0
+    threshold = int(fraction * 2**64)
+    if source.sizes and sum(source.sizes) <= SMALL_SOURCE_BYTES:
+        every = DocumentOrder(source, 0, 2**64, skip_bad=True)
+        hashes = sorted({document.hash for file in range(len(source.names)) for _, document in every.documents(file)})
+        if len(hashes) > 1:  # a lone document stays in training: there must be something to learn from
+            threshold = max(threshold, hashes[0] + 1)
+    return threshold
+
+
+def shuffled(count: int, *key: int) -> npt.NDArray[np.int64]:
+    """The numbers below `count` in an order that depends on the key alone, not on a library's generator."""
+    mixed = np.uint64(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little"))
+    return np.argsort(_splitmix64(np.arange(count, dtype=np.uint64) + mixed), kind="stable")
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A well-mixed bijection of 64-bit numbers (Steele, Lea and Flood 2014)."""
+    x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _document(raw: bytes) -> Document | BadRecord | None:
+    """Text with the hash of its bytes, so that copies of a document always fall on the same side of the split."""
+    if not raw.strip():
+        return None
+    try:
+        digest = hashlib.blake2b(raw, digest_size=8).digest()
+        return Document(raw.decode(), len(raw), int.from_bytes(digest, "little"))
+    except UnicodeDecodeError as error:
+        return BadRecord(f"invalid UTF-8 ({error})")

@@ -1,0 +1,190 @@
+"""Samples from streamed documents: documents are dealt to lanes, each lane is one endless packed row of tokens.
+
+Sample n comes from lane n % lanes and rank r serves the samples n ≡ r modulo the world size, so a rank tokenises
+only the documents of its own lanes, and the global order is the same for every world size that divides the number of lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tamis.config import Config
+from tamis.data.errors import DataError
+from tamis.data.order import Cursor, Document, DocumentOrder, Source, Window, held_out_below
+from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for
+
+
+@dataclass
+class Lane:
+    """A row of packed tokens; `document` and `offset` say where its next sample begins."""
+
+    waiting: deque[tuple[int, str]]  # number and text of documents not yet tokenised
+    tokens: deque[tuple[int, TokenIds]]  # number and tokens of those begun
+    document: int = 0
+    offset: int = 0
+    available: int = 0  # tokens ahead
+
+    def accept(self, number: int, text: str) -> None:
+        if number >= self.document:  # earlier ones were used up before the place we resumed at
+            self.waiting.append((number, text))
+
+    def tokenize_next(self, tokenizer: Tokenizer) -> None:
+        number, text = self.waiting.popleft()
+        ids = np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(text)])
+        if not self.tokens and number > self.document:  # the document we were to begin in holds nothing for us
+            self.document, self.offset = number, 0
+        self.tokens.append((number, ids))
+        self.available += len(ids) - (self.offset if number == self.document else 0)
+
+    def take(self, seq_len: int) -> npt.NDArray[np.int32]:
+        """seq_len + 1 tokens; the last one is also the next sample's first, so each token is a target once."""
+        pieces, missing = [], seq_len + 1
+        for index, (_, ids) in enumerate(self.tokens):
+            piece = ids[self.offset if index == 0 else 0 :][:missing]
+            pieces.append(piece)
+            missing -= len(piece)
+            if not missing:
+                break
+        self._advance(seq_len)
+        return np.concatenate(pieces).astype(np.int32)
+
+    def _advance(self, count: int) -> None:
+        self.available -= count
+        self.offset += count
+        while self.offset >= len(self.tokens[0][1]):
+            self.offset -= len(self.tokens.popleft()[1])
+            self.document = self.tokens[0][0]
+
+
+@dataclass
+class Deal:
+    """Where dealing stood before a window: enough to deal the documents from there on in the same way again."""
+
+    start: Cursor
+    document: int  # number of the window's first document, counted over all epochs
+    loads: list[int]  # bytes dealt to each lane so far
+
+
+class StreamSamples:
+    """This rank's samples of a document source."""
+
+    is_synthetic = False
+
+    def __init__(self, config: Config, source: Source, rank: int, world_size: int) -> None:
+        check_lanes(config, world_size)
+        self.rank, self.world_size = rank, world_size
+        self.seq_len, self.epochs = config.train.seq_len, config.data.epochs
+        self.tokenizer = tokenizer_for(config.data.tokenizer)
+        self.order = document_order(config, source)
+        self.fingerprint = _fingerprint(config, source)
+        self.description = f"{config.data.dataset}: {len(source.names)} files, {config.data.tokenizer} tokens"
+        self._lanes = config.data.lanes
+        self._begin(0, Deal(Cursor(), 0, [0] * self._lanes), dict.fromkeys(range(self._lanes), (0, 0)))
+
+    def take(self, count: int) -> npt.NDArray[np.int32]:
+        """The next `count` samples of this rank, [count, seq_len + 1]."""
+        rows = [self._sample(self._next + i * self.world_size) for i in range(count)]
+        self._next += count * self.world_size
+        return np.stack(rows)
+
+    def state(self) -> dict[str, Any]:
+        deal = self._deal_before(min(lane.document for lane in self._own.values()))
+        return {
+            "kind": "stream",
+            "fingerprint": self.fingerprint,
+            "samples": self._next - self.rank,
+            "lanes": {str(i): [lane.document, lane.offset] for i, lane in self._own.items()},
+            "deal": {"start": list(deal.start), "document": deal.document, "loads": list(deal.loads)},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        deal = Deal(Cursor(*state["deal"]["start"]), state["deal"]["document"], list(state["deal"]["loads"]))
+        places = {int(i): tuple(place) for i, place in state["lanes"].items()}
+        if not set(range(self.rank, self._lanes, self.world_size)) <= set(places):
+            raise DataError("the position is of some lanes only: merge the positions of all ranks first")
+        self._begin(state["samples"], deal, places)
+
+    def _begin(self, samples: int, deal: Deal, places: dict[int, tuple[int, int]]) -> None:
+        self._next = samples + self.rank
+        own = range(self.rank, self._lanes, self.world_size)
+        self._own = {i: Lane(deque(), deque(), *places[i]) for i in own}
+        self._deals = deque([deal])
+        self._windows = self._deal_windows(deal)
+
+    def _sample(self, number: int) -> npt.NDArray[np.int32]:
+        lane = self._own[number % self._lanes]
+        while lane.available <= self.seq_len:
+            while not lane.waiting:
+                if next(self._windows, None) is None:
+                    raise DataError(self._end_message(number))
+            lane.tokenize_next(self.tokenizer)
+        return lane.take(self.seq_len)
+
+    def _deal_windows(self, deal: Deal) -> Iterator[Window]:
+        """Deal window after window: each document goes to the lane that was dealt the fewest bytes so far."""
+        number, loads = deal.document, list(deal.loads)
+        for window in self.order.windows(deal.start, self.epochs):
+            self._deals.append(Deal(window.start, number, list(loads)))
+            for document in window.documents:
+                self._deal(number, document, loads)
+                number += 1
+            yield window
+
+    def _deal(self, number: int, document: Document, loads: list[int]) -> None:
+        lane = loads.index(min(loads))
+        loads[lane] += document.size + 1  # and its end-of-text
+        if lane in self._own:
+            self._own[lane].accept(number, document.text)
+
+    def _deal_before(self, document: int) -> Deal:
+        while len(self._deals) > 1 and self._deals[1].document <= document:
+            self._deals.popleft()
+        return self._deals[0]
+
+    def _end_message(self, number: int) -> str:
+        if number < self._lanes:
+            return (
+                f"the data holds too few documents for data.lanes: {self._lanes}; lower data.lanes, "
+                "or set data.epochs: null to go over the data again and again"
+            )
+        return (
+            f"the data ended after {number:,} samples of {self.seq_len} tokens ({self.epochs} epochs): add data, lower "
+            "train.steps, or raise data.epochs (null: without end)"
+        )
+
+
+def merge_stream_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The places of all ranks' lanes, and the earliest dealing any of them needs."""
+    lanes = {lane: place for state in states for lane, place in state["lanes"].items()}
+    return {**min(states, key=lambda state: state["deal"]["document"]), "lanes": lanes}
+
+
+def document_order(config: Config, source: Source) -> DocumentOrder:
+    below = held_out_below(source, config.data.val_fraction)
+    return DocumentOrder(source, config.train.seed, below, skip_bad=config.data.on_bad_record == "skip")
+
+
+def check_lanes(config: Config, world_size: int) -> None:
+    if config.data.lanes % world_size:
+        raise DataError(f"data.lanes is {config.data.lanes}: it must be a multiple of the {world_size} processes")
+
+
+def held_out_tokens(config: Config, source: Source) -> Iterator[TokenIds]:
+    """Each held-out document, its end-of-text before it."""
+    tokenizer = tokenizer_for(config.data.tokenizer)
+    for document in document_order(config, source).held_out():
+        yield np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(document.text)])
+
+
+def _fingerprint(config: Config, source: Source) -> str:
+    data = config.data
+    what = [source.identity, data.tokenizer, data.text_column, data.val_fraction, data.lanes, config.train.seed]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
