@@ -18,13 +18,19 @@ from tamis.run.directory import RunDirectory
 from tamis.run.records import write_json_atomic
 
 
-def write_manifest(run: RunDirectory, step: int, *, config_hash: str, sha256: str | None = None) -> None:
-    """Declare a finished checkpoint; `sha256` spares a second reading when the writer has summed the bytes already."""
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that must not be loaded; the message says why and which one to use instead."""
+
+
+def write_manifest(
+    run: RunDirectory, step: int, *, config_hash: str, sha256: str | None = None, size: int | None = None
+) -> None:
+    """Declare a finished checkpoint. A writer that summed its bytes says what it wrote; else the file is read."""
     path = run.checkpoint(step)
     manifest = {
         "step": step,
         "file": path.name,
-        "bytes": path.stat().st_size,
+        "bytes": path.stat().st_size if size is None else size,
         "sha256": sha256 or sha256_of(path),
         "config_hash": config_hash,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -72,6 +78,16 @@ def verify(manifest: str | Path) -> bool:
     return damage(manifest) is None
 
 
+def require_valid(checkpoint: str | Path) -> None:
+    """Raise DamagedCheckpoint unless every byte of `checkpoint_step{N}.pt` is as it was written."""
+    checkpoint = Path(checkpoint)
+    problem = damage(checkpoint.with_suffix(".json")) if checkpoint.exists() else "there is no such file"
+    if problem is not None:
+        newest = latest_valid_checkpoint(checkpoint.parent, on_damaged=lambda message: None)
+        remedy = "start without it" if newest is None else f"resume from checkpoint_step{newest}.pt"
+        raise DamagedCheckpoint(f"checkpoint {checkpoint} cannot be used: {problem}; {remedy}")
+
+
 def latest_valid_checkpoint(
     run: RunDirectory | str | Path, *, on_damaged: Callable[[str], None] | None = None
 ) -> int | None:
@@ -86,7 +102,7 @@ def latest_valid_checkpoint(
     return None
 
 
-def remove_old_checkpoints(run: RunDirectory, keep: int) -> list[int]:
+def retire(run: RunDirectory, keep: int) -> list[int]:
     """Delete all but the newest `keep` finished checkpoints, and what older cut-short saves left; 0 keeps all.
 
     The manifest goes first, so that a kill in between leaves an unfinished checkpoint, not a damaged one.
