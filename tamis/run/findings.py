@@ -1,0 +1,118 @@
+"""A criterion, what was found, and the Go/No-Go table: shared by preflight, phases, judge and handoff.
+
+`pass` is given only to what was measured. `fail` is a measured breach, or an artifact that had to be there and is not.
+`not measured` is what this machine or config cannot show; it never counts as a pass, and is printed as what it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tamis.run.records import write_json_atomic, write_text_atomic
+
+Status = Literal["pass", "fail", "not measured"]
+STYLES = {"pass": "green", "fail": "bold red", "not measured": "yellow"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    status: Status
+    evidence: str  # what was measured, with its limit
+    at: float | None = None  # Unix time of the deciding evidence; None: the moment of judging
+    name: str = ""
+    remedy: str = ""  # what to try; only a failure carries one
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A sentence about a run, the program that judges it, and what to try when it does not hold."""
+
+    name: str
+    judge: Callable[[Any], Finding]
+    remedy: str = ""
+
+    def apply(self, subject: Any) -> Finding:
+        found = self.judge(subject)
+        return replace(found, name=self.name, remedy=(found.remedy or self.remedy) if found.status == "fail" else "")
+
+
+def passed(evidence: str, at: float | None = None) -> Finding:
+    return Finding("pass", evidence, at)
+
+
+def failed(evidence: str, remedy: str = "", at: float | None = None) -> Finding:
+    return Finding("fail", evidence, at, remedy=remedy)
+
+
+def not_measured(reason: str) -> Finding:
+    return Finding("not measured", reason)
+
+
+def judged(holds: bool, evidence: str, at: float | None = None) -> Finding:
+    return passed(evidence, at) if holds else failed(evidence, at=at)
+
+
+def is_go(findings: Iterable[Finding]) -> bool:
+    """Go: something was measured, and nothing failed."""
+    statuses = [finding.status for finding in findings]
+    return "fail" not in statuses and "pass" in statuses
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    open_lines = sum(finding.status == "not measured" for finding in findings)
+    failures = sum(finding.status == "fail" for finding in findings)
+    note = f", {open_lines} not measured" if open_lines else ""
+    if is_go(findings):
+        return f"GO ({len(findings) - open_lines} passed{note})"
+    return f"NO-GO ({failures} failed{note})"
+
+
+def print_findings(title: str, findings: Sequence[Finding], console: Console | None = None) -> None:
+    """A numbered table with the evidence per line, then the verdict."""
+    console = console or Console()
+    table = Table(title=title, title_justify="left", show_lines=False, pad_edge=False)
+    for heading, options in (("#", {"justify": "right"}), ("criterion", {}), ("result", {}), ("evidence", {})):
+        table.add_column(heading, overflow="fold", **options)  # type: ignore[arg-type]
+    for number, finding in enumerate(findings, start=1):
+        result = Text(finding.status.upper(), style=STYLES[finding.status])
+        table.add_row(str(number), finding.name, result, Text(_evidence_and_remedy(finding)))
+    console.print(table)
+    console.print(Text(verdict(findings), style="green" if is_go(findings) else "bold red"))
+
+
+def findings_text(title: str, findings: Sequence[Finding]) -> str:
+    lines = [title]
+    for number, finding in enumerate(findings, start=1):
+        when = f" [{utc(finding.at)}]" if finding.at else ""
+        lines.append(f"{number:2d}. {finding.status.upper():12s} {finding.name}: {_evidence_and_remedy(finding)}{when}")
+    return "\n".join([*lines, verdict(findings), ""])
+
+
+def write_findings(stem: Path, title: str, findings: Sequence[Finding], **facts: Any) -> None:
+    """`stem`.json for programs and `stem`.txt for people."""
+    document = {
+        "title": title,
+        "judged_at": utc(time.time()),
+        "go": is_go(findings),
+        "verdict": verdict(findings),
+        **facts,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    write_json_atomic(stem.with_suffix(".json"), document)
+    write_text_atomic(stem.with_suffix(".txt"), findings_text(f"{title}, judged {document['judged_at']}", findings))
+
+
+def utc(timestamp: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp))
+
+
+def _evidence_and_remedy(finding: Finding) -> str:
+    return f"{finding.evidence} → {finding.remedy}" if finding.remedy else finding.evidence
