@@ -114,8 +114,9 @@ def _top_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int) -
 def block_scores(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
     """Score `[B,G,S,J]` of every selection block: the compressed branch's probabilities, shared out by overlap."""
     position = _positions(q_BSHD, start)
-    blocks = k_cmp_BNGD.shape[1]
-    columns = spec.selection_blocks(start + q_BSHD.shape[1])
+    end = start + q_BSHD.shape[1]
+    k_cmp_BNGD = k_cmp_BNGD[:, : spec.compressed_blocks(end)]  # later ones none of these queries may see
+    blocks, columns = k_cmp_BNGD.shape[1], spec.selection_blocks(end)
     batch, tokens, _, _ = q_BSHD.shape
     groups = k_cmp_BNGD.shape[2]
     if blocks == 0:

@@ -1,0 +1,12 @@
+"""Settings of the whole suite: one thread per process, and properties that are tried the same way each time."""
+
+import os
+
+# Before torch loads, and inherited by every process a test starts: on few cores OpenMP threads that spin starve each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("tamis", deadline=None, derandomize=True)
+settings.load_profile("tamis")
