@@ -2,11 +2,11 @@
 
 import os
 
-# Before torch loads, and inherited by every process a test starts: on few cores OpenMP threads that spin starve each other.
+# Before torch loads, and inherited by the processes tests start: on few cores spinning OpenMP threads starve each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 settings.register_profile("tamis", deadline=None, derandomize=True)
 settings.load_profile("tamis")

@@ -1,7 +1,8 @@
 """Native Sparse Attention stated a second time, from the paper: float64, one query and one head at a time, plain loops.
 
-Slow and obvious on purpose. It shares nothing with the package but the five numbers of the spec, so an error would have to be
-made twice to go unseen. Shapes: q [B,S,Hq,D]; k_cmp, v_cmp [B,Nc,G,D]; other keys and values [B,S,G,D]; gates [B,S,Hq,3].
+Slow and obvious on purpose. It shares nothing with the package but the five numbers of the spec, so an error would have
+to be made twice to go unseen.
+Shapes: q [B,S,Hq,D]; k_cmp, v_cmp [B,Nc,G,D]; other keys and values [B,S,G,D]; gates [B,S,Hq,3].
 """
 
 import torch
@@ -28,7 +29,7 @@ def visible_compressed_blocks(t: int, blocks: int, spec: NSASpec) -> list[int]:
 
 
 def block_scores(queries: Tensor, keys: Tensor, t: int, spec: NSASpec) -> list[float]:
-    """Importance of each selection block that exists at time t, for one group: queries [R,D], compressed keys [Nc,D]."""
+    """Importance of each selection block that exists at time t, for a group: queries [R,D], compressed keys [Nc,D]."""
     scores = [0.0] * (t // spec.l_sel + 1)
     visible = visible_compressed_blocks(t, len(keys), spec)
     for query in queries if visible else []:
