@@ -1,0 +1,390 @@
+"""Selected attention, block by block: keys and values stay at hand while the tokens that chose the block pass by.
+
+Work is exactly the chosen pairs, whatever the choices. The price is one partial result per pair (an output in the forward
+pass, a query gradient in the backward pass), written once and summed in the order of the slots by a second kernel.
+
+Rows of a tile are tokens × heads of the group: six heads × 21 tokens fill 126 of 128 rows.
+Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.selected_lists import Chunk, Layout, chunks_of_pairs
+from tamis.attention.spec import NSASpec
+
+LOG2E = math.log2(math.e)
+MOST_KEYS = 128  # keys at hand at once; longer blocks are walked in several parts
+
+
+def forward(
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp of the selected branch."""
+    batch, tokens, heads, dim = q_BSHD.shape
+    layout = Layout.of(ids_BSGn, spec, chunk)
+    sizes = _sizes(q_BSHD, layout, spec)
+    parts = sizes["SUB"]
+    rows, warps, stages = _forward_config(q_BSHD, sizes)
+    out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+    pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
+    part_out = torch.empty((pair_rows, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
+    part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
+    scale = dim**-0.5 * LOG2E
+    for lists in chunks_of_pairs(ids_BSGn, layout):
+        _forward_items[(layout.items_per_chunk, parts)](
+            q_BSHD, k_BSGD, v_BSGD, part_out, part_lse, *_item_arguments(lists, layout), scale,
+            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
+            **sizes, ROWS=rows, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
+        _merge_outputs[_merge_grid(layout, merge_rows, sizes["R"])](
+            part_out, part_lse, ids_BSGn, out, lse, lists.first_segment, layout.segments_per_sequence, layout.segment,
+            tokens, layout.segments, *ids_BSGn.stride()[:3],
+            G=sizes["G"], R=sizes["R"], N=sizes["N"], SUB=parts, D=dim, BD=sizes["BD"], ROWS=merge_rows, num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    ids_BSGn: Tensor,
+    lse_BHS: Tensor,
+    dout_BSHD: Tensor,
+    gates_BSH: Tensor,
+    delta_BHS: Tensor,
+    dq_BSHD: Tensor,
+    spec: NSASpec,
+    accumulate_dq: bool,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone."""
+    batch, tokens, _, dim = q_BSHD.shape
+    layout = Layout.of(ids_BSGn, spec, chunk)
+    sizes = _sizes(q_BSHD, layout, spec)
+    parts, groups = sizes["SUB"], layout.groups
+    rows, warps, stages = _backward_config(q_BSHD, sizes)
+    device = q_BSHD.device
+    dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
+    dv = torch.empty_like(dk)
+    # A sequence of several segments adds up its gradients in float32 and rounds once, with the last segment.
+    several = layout.segments_per_sequence > 1
+    dk_sum = torch.empty(dk.shape, dtype=torch.float32, device=device) if several else dk
+    dv_sum = torch.empty_like(dk_sum) if several else dv
+    part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
+    part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
+    scale = dim**-0.5
+    for lists in chunks_of_pairs(ids_BSGn, layout):
+        _backward_items[(layout.items_per_chunk, parts)](
+            q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gates_BSH, lse_BHS, delta_BHS, part_dq, part_dkv[0], part_dkv[1],
+            *_item_arguments(lists, layout), scale * LOG2E,
+            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3], *gates_BSH.stride(),
+            **sizes, ROWS=rows, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
+        _merge_query_gradients[_merge_grid(layout, merge_rows, sizes["R"])](
+            part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
+            layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
+            G=sizes["G"], R=sizes["R"], N=sizes["N"], SUB=parts, D=dim, BD=sizes["BD"], ROWS=merge_rows,
+            ADD=accumulate_dq, num_warps=4,
+        )  # fmt: skip
+        _merge_key_gradients[(layout.lists_per_chunk, parts)](
+            part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
+            layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
+            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], num_warps=4,
+        )  # fmt: skip
+    return dk, dv
+
+
+def _sizes(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, int | str]:
+    """Compile-time sizes: keys at hand BN (a power of two), SUB such tiles per block, padded head dim BD."""
+    heads, dim = q_BSHD.shape[2:]
+    keys = min(MOST_KEYS, max(16, triton.next_power_of_2(spec.l_sel)))
+    return {
+        "G": layout.groups,
+        "R": heads // layout.groups,
+        "N": layout.slots,
+        "L_SEL": spec.l_sel,
+        "SUB": -(-spec.l_sel // keys),
+        "BN": keys,
+        "D": dim,
+        "BD": max(16, triton.next_power_of_2(dim)),
+        "PRECISION": "ieee" if q_BSHD.dtype == torch.float32 else "tf32",
+    }
+
+
+def _forward_config(q_BSHD: Tensor, sizes: dict) -> tuple[int, int, int]:
+    """Rows per tile, warps and pipeline stages."""
+    if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
+        return max(32, triton.next_power_of_2(sizes["R"])), 4, 1
+    return 128, 4 if sizes["BD"] <= 64 else 8, 3
+
+
+def _backward_config(q_BSHD: Tensor, sizes: dict) -> tuple[int, int, int]:
+    if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
+        return max(32, triton.next_power_of_2(sizes["R"])), 4, 1
+    return (128, 4, 2) if sizes["BD"] <= 64 else (64, 4, 2)
+
+
+def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
+    return (
+        lists.pairs, lists.item_list, lists.item_start, lists.item_count, lists.first_segment,
+        layout.segments_per_sequence, layout.segment, layout.blocks, layout.tokens,
+    )  # fmt: skip
+
+
+def _merge_grid(layout: Layout, rows: int, heads: int) -> tuple[int, int]:
+    return triton.cdiv(layout.segment, rows // heads), layout.segments_per_chunk * layout.groups
+
+
+@triton.jit
+def _load_rows(base, offset, live, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of D elements at `offset`; zeros where not live, and in the padding of D."""
+    column = tl.arange(0, BD)
+    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
+    return tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, offset, value, live, D: tl.constexpr, BD: tl.constexpr):
+    column = tl.arange(0, BD)
+    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
+    tl.store(base + offset[:, None] + column[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _place_of_list(list_id, first_segment, per_sequence, segment, blocks, G: tl.constexpr):
+    """Sequence, first token of the segment, group, block and (segment, group) index in the chunk."""
+    segment_group = list_id // blocks
+    index = first_segment + segment_group // G
+    sequence = (index // per_sequence).to(tl.int64)
+    first_token = (index % per_sequence) * segment
+    return sequence, first_token, (segment_group % G).to(tl.int64), list_id % blocks, segment_group
+
+
+@triton.jit
+def _pairs_of_tile(pairs, tile, start, count, R: tl.constexpr, ROWS: tl.constexpr):
+    """The pair of every row of a tile of tokens × heads, and whether the row exists."""
+    row = tl.arange(0, ROWS)
+    entry = tile * (ROWS // R) + row // R
+    live = (row < (ROWS // R) * R) & (entry < count)
+    return tl.load(pairs + start + entry, mask=live, other=0), live
+
+
+@triton.jit(do_not_specialize=["first_segment"])
+def _forward_items(
+    q, k, v, part_out, part_lse,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One item: softmax over one block's keys alone, for every token of the item; `scale` includes log2(e)."""
+    item = tl.program_id(0)
+    sub = tl.program_id(1)
+    count = tl.load(item_count + item)
+    if count == 0:
+        return
+    start = tl.load(item_start + item)
+    sequence, first_token, group, block, segment_group = _place_of_list(
+        tl.load(item_list + item), first_segment, per_sequence, segment, blocks, G
+    )
+    in_block = sub * BN + tl.arange(0, BN)
+    key = block * L_SEL + in_block
+    key_live = (in_block < L_SEL) & (key < tokens)
+    key64 = key.to(tl.int64)
+    k_tile = _load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = _load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+    last_key = tl.where(key_live, key, tokens)  # keys that do not exist lie behind every token
+
+    head = tl.arange(0, ROWS) % R
+    q += sequence * q_b
+    first_pair = segment_group.to(tl.int64) * segment * N
+    for tile in range(0, tl.cdiv(count, ROWS // R)):
+        pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        token = first_token + pair // N
+        q_tile = _load_rows(q, token.to(tl.int64) * q_s + (group * R + head) * q_h, live, D, BD)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
+        top = tl.max(s, 1)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        p = tl.exp2(s - top[:, None])
+        total = tl.sum(p, 1)
+        o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        o = o / tl.where(total == 0.0, 1.0, total)[:, None]
+        row = ((first_pair + pair) * SUB + sub) * R + head
+        _store_rows(part_out, row * D, o, live, D, BD)
+        tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
+
+
+@triton.jit
+def _merge_rows_of_tile(segment, tokens, first_segment, per_sequence, segments, G, R: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile of tokens × heads of the merge kernels lies: rows live, sequence, token, group, head, first pair."""
+    row = tl.arange(0, ROWS)
+    in_segment = tl.program_id(0) * (ROWS // R) + row // R
+    segment_group = tl.program_id(1)
+    index = first_segment + segment_group // G
+    sequence = (index // per_sequence).to(tl.int64)
+    token = (index % per_sequence) * segment + in_segment
+    live = (row < (ROWS // R) * R) & (in_segment < segment) & (token < tokens) & (index < segments)
+    segment_group = segment_group.to(tl.int64)
+    return live, sequence, token.to(tl.int64), segment_group % G, row % R, segment_group * segment + in_segment
+
+
+@triton.jit(do_not_specialize=["first_segment"])
+def _merge_outputs(
+    part_out, part_lse, ids, out, lse, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
+    live, sequence, token, group, head, local_token = _merge_rows_of_tile(
+        segment, tokens, first_segment, per_sequence, segments, G, R, ROWS
+    )
+    ids += sequence * i_b + token * i_s + group * i_g
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BD), tl.float32)
+    for part in range(0, N * SUB):
+        used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
+        row = (local_token * (N * SUB) + part) * R + head
+        part_top = tl.load(part_lse + row, mask=used, other=-float("inf"))
+        new_top = tl.maximum(top, part_top)
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+        old, new = tl.exp2(top - shift), tl.exp2(part_top - shift)
+        acc = acc * old[:, None] + _load_rows(part_out, row * D, used, D, BD).to(tl.float32) * new[:, None]
+        total = total * old + new
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    _store_rows(out, ((sequence * tokens + token) * G * R + group * R + head) * D, acc, live, D, BD)
+    natural = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + (sequence * G * R + group * R + head) * tokens + token, natural, mask=live)
+
+
+@triton.jit(do_not_specialize=["first_segment"])
+def _backward_items(
+    q, k, v, dout, gates, lse, delta, part_dq, part_dk, part_dv,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h, g_b, g_s, g_h,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One item: all five products of the backward pass for one block's keys and the item's tokens.
+
+    Scores are held transposed (keys × rows), so that probabilities feed the products for dV and dK from registers.
+    """
+    item = tl.program_id(0)
+    sub = tl.program_id(1)
+    count = tl.load(item_count + item)
+    if count == 0:
+        return
+    start = tl.load(item_start + item)
+    sequence, first_token, group, block, segment_group = _place_of_list(
+        tl.load(item_list + item), first_segment, per_sequence, segment, blocks, G
+    )
+    in_block = sub * BN + tl.arange(0, BN)
+    key = block * L_SEL + in_block
+    key_live = (in_block < L_SEL) & (key < tokens)
+    key64 = key.to(tl.int64)
+    k_tile = _load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = _load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+    last_key = tl.where(key_live, key, tokens)
+
+    head = tl.arange(0, ROWS) % R
+    first_row = (sequence * G * R + group * R + head) * tokens
+    first_pair = segment_group.to(tl.int64) * segment * N
+    q += sequence * q_b
+    dout += sequence * o_b
+    gates += sequence * g_b
+    dk = tl.zeros((BN, BD), tl.float32)
+    dv = tl.zeros((BN, BD), tl.float32)
+    for tile in range(0, tl.cdiv(count, ROWS // R)):
+        pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        token = first_token + pair // N
+        token64 = token.to(tl.int64)
+        q_head = group * R + head
+        q_tile = _load_rows(q, token64 * q_s + q_head * q_h, live, D, BD)
+        do_tile = _load_rows(dout, token64 * o_s + q_head * o_h, live, D, BD)
+        row_lse = tl.load(lse + first_row + token64, mask=live, other=float("inf")) * 1.4426950408889634
+        row_delta = tl.load(delta + first_row + token64, mask=live, other=0.0)
+        row_gate = tl.load(gates + token64 * g_s + q_head * g_h, mask=live, other=0.0).to(tl.float32)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - row_lse[None, :])
+        p = tl.where(last_key[:, None] <= token[None, :], p, 0.0)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+        dv = tl.dot((p * row_gate[None, :]).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        ds = (p * (dp * row_gate[None, :] - row_delta[None, :])).to(q_tile.dtype)
+        dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
+        dq = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION)
+        row = ((first_pair + pair) * SUB + sub) * R + head
+        _store_rows(part_dq, row * D, dq, live, D, BD)
+    row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+    always = tl.full((BN,), True, tl.int1)
+    _store_rows(part_dk, row * D, dk, always, D, BD)
+    _store_rows(part_dv, row * D, dv, always, D, BD)
+
+
+@triton.jit(do_not_specialize=["first_segment"])
+def _merge_query_gradients(
+    part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale,
+    i_b, i_s, i_g, dq_b, dq_s, dq_h,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    live, sequence, token, group, head, local_token = _merge_rows_of_tile(
+        segment, tokens, first_segment, per_sequence, segments, G, R, ROWS
+    )
+    ids += sequence * i_b + token * i_s + group * i_g
+    acc = tl.zeros((ROWS, BD), tl.float32)
+    for part in range(0, N * SUB):
+        used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
+        row = (local_token * (N * SUB) + part) * R + head
+        acc += _load_rows(part_dq, row * D, used, D, BD).to(tl.float32)
+    acc = acc * scale
+    target = sequence * dq_b + token * dq_s + (group * R + head) * dq_h
+    if ADD:
+        acc += _load_rows(dq, target, live, D, BD).to(tl.float32)
+    _store_rows(dq, target, acc, live, D, BD)
+
+
+@triton.jit(do_not_specialize=["first_segment"])
+def _merge_key_gradients(
+    part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
+    first_segment, per_sequence, segments, blocks, tokens, scale,
+    G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add up a list's items in order, onto what earlier segments of the sequence gave; round with the last segment."""
+    list_id = tl.program_id(0)
+    sub = tl.program_id(1)
+    segment_group = list_id // blocks
+    index = first_segment + segment_group // G
+    if index >= segments:
+        return
+    sequence = (index // per_sequence).to(tl.int64)
+    group = segment_group % G
+    in_block = sub * BN + tl.arange(0, BN)
+    key = (list_id % blocks) * L_SEL + in_block
+    live = (in_block < L_SEL) & (key < tokens)
+    target = ((sequence * tokens + key) * G + group) * D
+    part = index % per_sequence
+    dk_acc = _load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dv_acc = _load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    first = tl.load(list_first + list_id)
+    for item in range(first, first + tl.load(list_items + list_id)):
+        row = ((item * SUB + sub) * BN + tl.arange(0, BN)).to(tl.int64)
+        dk_acc += _load_rows(part_dk, row * D, live, D, BD)
+        dv_acc += _load_rows(part_dv, row * D, live, D, BD)
+    last = part == per_sequence - 1
+    _store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
+    _store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
+    _store_rows(dk, target, dk_acc * scale, live & last, D, BD)
+    _store_rows(dv, target, dv_acc, live & last, D, BD)
