@@ -63,6 +63,7 @@ class Data(Section):
     local_path: str | None = None  # parquet, JSONL or text files, or a folder of them; or a folder of token shards
     hub_name: str = "HuggingFaceFW/fineweb-edu"
     hub_subset: str = "sample-10BT"
+    hub_revision: str | None = None  # commit or tag of the dataset; null: its newest
     text_column: str = "text"
     val_fraction: Fraction = 0.005  # share of documents held out by hash, never trained on
     epochs: Positive | None = 1  # passes over the data before its end is an error; null: without end
