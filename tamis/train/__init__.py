@@ -1,0 +1,1 @@
+"""Training: loop, optimizer, distribution, checkpoints, guards, telemetry, evaluation."""

@@ -1,0 +1,49 @@
+"""The training loop, to be read aloud: fetch, step, settle, evaluate, save, stop."""
+
+from __future__ import annotations
+
+from tamis.run.exit_codes import ExitCode
+from tamis.run.halt import HaltFile
+from tamis.run.signals import EXIT_CODE_OF, StopReason
+from tamis.train.session import Session
+
+
+def train(session: Session) -> ExitCode:
+    """Train until the last step or until all ranks agree to stop; the exit code says which."""
+    train, reason = session.config.train, None
+    while session.step < train.steps and reason is None:
+        session.train_once()
+        reason = session.settle()
+        if _due(session.step, train.save_every):
+            reason = session.settle(keep=0) or reason  # a step is only saved once its numbers have passed the guard
+            session.save()
+        if _due(session.step, train.eval_every) and session.step < train.steps:
+            reason = session.settle(keep=0) or reason
+            session.evaluate()
+    reason = session.settle(keep=0) or reason
+    return _stopped(session, reason) if session.step < train.steps else _done(session)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
+    assert reason is not None
+    _save_last_step(session)
+    if reason == "halt" and session.workers.is_main:
+        session.progress.say(f"[tamis] halted at step {session.step}: {HaltFile(session.run.halt).consume()}")
+    session.telemetry.beat("halted", session.step, exit_code=int(EXIT_CODE_OF[reason]), detail=reason)
+    return EXIT_CODE_OF[reason]
+
+
+def _done(session: Session) -> ExitCode:
+    _save_last_step(session)
+    session.evaluate()
+    session.telemetry.beat("done", session.step, exit_code=int(ExitCode.DONE))
+    return ExitCode.DONE
+
+
+def _save_last_step(session: Session) -> None:
+    if session.step not in session.run.checkpoints():
+        session.save()

@@ -1,0 +1,149 @@
+"""What python or torchrun starts: opens a session in announced stages, trains, and turns every end into its exit code.
+
+python -m tamis.train.main --config configs/train_showcase.yaml train.steps=100
+torchrun --nproc_per_node=2 -m tamis.train.main --config OUT/config.yaml --resume auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tamis.attention.backend import describe
+from tamis.config import Config, ConfigError, load_config
+from tamis.data import DataError
+from tamis.run.checkpoints import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers
+from tamis.run.directory import RunDirectory
+from tamis.run.environment import describe_environment
+from tamis.run.exit_codes import ExitCode
+from tamis.run.halt import HaltFile
+from tamis.run.hardware import read_gpus
+from tamis.run.records import write_json_atomic, write_text_atomic
+from tamis.size import flops_per_token, parameter_count
+from tamis.train.distributed import join
+from tamis.train.guards import Anomaly
+from tamis.train.loop import train
+from tamis.train.session import Session
+from tamis.train.step import COMPUTE_DTYPE
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tamis.train.main", description=__doc__)
+    parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
+    parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_args(argv)
+    try:
+        return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+
+
+def train_config(config: Config, resume: str | None = None) -> int:
+    """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
+    started = time.time()
+    with join(config) as workers:
+        session = Session(config, workers)
+        try:
+            return _train(session, resume, started)
+        except (ConfigError, DamagedCheckpoint) as error:
+            return _failed(session, ExitCode.USAGE, str(error))
+        except DataError as error:
+            return _failed(session, ExitCode.DATA_FAILURE, f"the data failed: {error}")
+        except Anomaly as anomaly:
+            write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
+            return _failed(session, ExitCode.ANOMALY, f"{anomaly}; the weights are as they were before it")
+
+
+def _train(session: Session, resume: str | None, started: float) -> int:
+    _announce(session)
+    if session.workers.is_main:
+        _prepare_directory(session, started)
+    session.open(_checkpoint_to_resume(session.run, resume))
+    code = train(session)
+    if session.workers.is_main:
+        write_json_atomic(session.run.metrics_json, _metrics(session, code, started))
+        end = "done" if code == ExitCode.DONE else "stopped"
+        session.progress.say(f"[tamis] {end} at step {session.step}; everything is in {session.run.path}")
+    session.close()
+    return code
+
+
+def _announce(session: Session) -> None:
+    """The truth about what is about to run, before anything slow."""
+    config, workers, say = session.config, session.workers, session.progress.say
+    model, train, tokens = config.model, config.train, config.tokens_per_step(workers.world_size)
+    say(
+        f"[tamis] model {model.name}: {parameter_count(config):,} parameters, {model.attention} attention, "
+        f"{model.n_layers} layers, dim {model.dim}, {flops_per_token(config) / 1e6:,.0f} MFLOP per trained token"
+    )
+    say(f"[tamis] {workers.world_size} × {device_name(workers.device)}, {config.runtime.precision} compute")
+    say(
+        f"[tamis] {train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
+        f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
+    )
+    say(f"[tamis] {describe(workers.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k)}")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _prepare_directory(session: Session, started: float) -> None:
+    run = session.run
+    if not session.signals.is_supervised and (stale := HaltFile(run.halt).discard_stale(started)):
+        session.progress.say(f"[tamis] {stale}")
+    remove_leftovers(run)
+    run.anomaly.unlink(missing_ok=True)
+    write_text_atomic(run.config_yaml, session.config.to_yaml())
+    write_json_atomic(run.env_json, describe_environment(read_gpus()))
+
+
+def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> Path | None:
+    """An explicit file is used or refused; `auto` takes the newest valid one, if there is any."""
+    if resume != "auto":
+        return Path(resume) if resume else None
+    step = latest_valid_checkpoint(run)
+    return run.checkpoint(step) if step is not None else None
+
+
+def _failed(session: Session, code: ExitCode, message: str) -> int:
+    """Every rank says why it ends; the main one also names the checkpoint to go on from."""
+    session.telemetry.beat("failed", session.step, exit_code=int(code), detail=message)
+    session.progress.say(f"[tamis] {_last_good(session.run)}")
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _last_good(run: RunDirectory) -> str:
+    step = latest_valid_checkpoint(run)
+    return f"Last good checkpoint: {run.checkpoint(step)}" if step is not None else "There is no checkpoint yet."
+
+
+def _metrics(session: Session, code: int, started: float) -> dict[str, Any]:
+    config = session.config
+    return {
+        "model": config.model.name,
+        "attention": config.model.attention,
+        "parameters": parameter_count(config),
+        "config_hash": config.hash,
+        "data": session.loader.description,
+        "is_synthetic": session.loader.is_synthetic,
+        "device": device_name(session.workers.device),
+        "world_size": session.workers.world_size,
+        "exit_code": int(code),
+        "steps_done": session.step,
+        "tokens_seen": session.step * config.tokens_per_step(session.workers.world_size),
+        "seconds": round(time.time() - started, 1),
+        **session.telemetry.final,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""AdamW on fp32 master weights, the learning-rate schedule, and one optimizer step that never waits for the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tamis.config import Config, Train
+
+
+def learning_rate(step: int, train: Train) -> float:
+    """Of optimizer step `step`, counted from 1: linear warm-up to `lr`, then a cosine down to `lr·lr_min_ratio`."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    floor = train.lr * train.lr_min_ratio
+    return floor + (train.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    train = config.train
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},  # norms and biases keep their scale
+    ]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps, fused=True)
+
+
+class Stepper:
+    """Clips, guards and steps. A non-finite gradient leaves weights and optimizer state exactly as they were."""
+
+    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(model, config)
+        self.scaler = loss_scaler(config, device)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self, number: int) -> Tensor:
+        """Apply the gradients as optimizer step `number`; returns their norm before clipping, on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number, self.config.train)
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.train.grad_clip, norm)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            # The fused kernel reads this flag on the device and skips the update: no wait for the host.
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> dict[str, object]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def loss_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
+    runtime = config.runtime
+    return torch.amp.GradScaler(
+        device.type,
+        enabled=runtime.precision == "fp16",
+        init_scale=runtime.scaler_init_scale,
+        growth_interval=runtime.scaler_growth_interval,
+        growth_factor=runtime.scaler_growth_factor,
+        backoff_factor=runtime.scaler_backoff_factor,
+    )
