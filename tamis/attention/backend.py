@@ -1,18 +1,27 @@
-"""The one door to attention: checks the inputs, then runs the kernels or the reference.
+"""The one door to attention: checks the inputs, then runs the Triton kernels or the reference.
 
-Which one runs depends on where the tensors are, never on a switch that changes what is computed.
+Which one runs depends on where the tensors are, never on a switch that changes what is computed; `describe` says which
+and why, and `verify.verify` proves that both agree on the present device.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tamis.attention import reference
 from tamis.attention.spec import NSASpec, check_inputs, check_queries
 
 Backend = Literal["auto", "reference", "triton"]
+
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_DIM = 256
+OLDEST_GPU = (8, 0)
 
 
 def nsa_attention(
@@ -29,10 +38,74 @@ def nsa_attention(
 ) -> Tensor:
     """Native Sparse Attention: `[B,S,H,D]` from queries, three branches of keys and values, and gates `[B,S,H,3]`."""
     check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
-    return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
+    if not _use_kernels(q, backend):
+        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
+    from tamis.attention import op  # here, because a machine without a GPU may lack Triton
+
+    return op.nsa_forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))[0]
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto") -> Tensor:
-    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones."""
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last."""
     check_queries(q, k_cmp, spec)
-    return reference.select_blocks(q, k_cmp, spec)
+    if not _use_kernels(q, backend):
+        return reference.select_blocks(q, k_cmp, spec)
+    from tamis.attention import op
+
+    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec))
+
+
+def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> str | None:
+    """Why the Triton kernels cannot run for such tensors, as the end of a sentence; None if they can."""
+    device = torch.device(device)
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(map(_name, KERNEL_DTYPES))}, not {_name(dtype)}"
+    if dim > LARGEST_DIM:
+        return f"the kernels take head dims up to {LARGEST_DIM}, not {dim}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_GPU:
+            return f"the kernels need capability {_dotted(OLDEST_GPU)} or newer, this GPU has {_dotted(capability)}"
+        return None
+    if device.type != "cpu" or not _interpreting():
+        return f"the tensors are on {device.type}, not on a CUDA GPU"
+    return None if dtype == torch.float32 else f"Triton's interpreter is right in float32 alone, not in {_name(dtype)}"
+
+
+def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
+    """One line that says what computes attention for such tensors, and why."""
+    device = torch.device(device)
+    reason = why_no_kernels(device, dtype, dim)
+    if reason:
+        return f"attention: reference in plain PyTorch, because {reason}"
+    if device.type == "cpu":
+        return "attention: Triton kernels in the interpreter, on the CPU"
+    arch = "".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch})"
+
+
+def _use_kernels(q: Tensor, backend: Backend) -> bool:
+    if backend == "reference":
+        return False
+    if backend == "auto":
+        return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None
+    if backend != "triton":
+        raise ValueError(f'backend must be "auto", "reference" or "triton", got {backend!r}')
+    reason = why_no_kernels(q.device, q.dtype, q.shape[-1])
+    if reason:
+        raise ValueError(f'backend="triton" cannot run here: {reason}; use backend="auto" or "reference"')
+    return True
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

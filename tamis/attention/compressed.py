@@ -1,0 +1,32 @@
+"""Compressed branch: each query attends to the compressed blocks that end at or before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tamis.attention import banded
+from tamis.attention.spec import NSASpec
+
+
+def compressed_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
+    return banded.forward(q, k_cmp, v_cmp, spec.l, spec.d, window=0)
+
+
+def compressed_backward(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    gates: Tensor,
+    delta: Tensor,
+    branch: int,
+    dq: Tensor,
+    spec: NSASpec,
+    accumulate_dq: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv) of the compressed keys and values; `dq` is written, or added to."""
+    return banded.backward(
+        q, k_cmp, v_cmp, lse, dout, gates, delta, branch, dq, accumulate_dq, spec.l, spec.d, window=0
+    )

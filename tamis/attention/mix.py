@@ -1,0 +1,75 @@
+"""Triton: the gates. Forward, `out = Σ gate·branch`; backward, the gates' gradients and each `gate·<dout, branch>`.
+
+Rows are (batch, token, head); D head dim. Both kernels read every tensor once and are bound by memory.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.tiles import padded, unit_last_stride
+
+ELEMENTS = 4096  # per program
+
+
+@triton.jit
+def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.arange(0, DP)
+    alive = row < rows
+    at = row[:, None] * D + column[None, :]
+    mask = alive[:, None] & (column < D)[None, :]
+    acc = tl.zeros([BM, DP], tl.float32)
+    for branch in tl.static_range(3):
+        source = cmp if branch == 0 else (sel if branch == 1 else win)
+        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
+        acc += gate[:, None] * tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _delta_kernel(
+    dout, cmp, sel, win, gates, dgates, delta, stride_ob, stride_os, stride_oh, S, H, rows,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.arange(0, DP)
+    alive = row < rows
+    b, s, h = row // H // S, row // H % S, row % H
+    mask = alive[:, None] & (column < D)[None, :]
+    at_dout = (b * stride_ob + s * stride_os + h * stride_oh)[:, None] + column[None, :]
+    grad = tl.load(dout + at_dout, mask=mask, other=0.0).to(tl.float32)
+    for branch in tl.static_range(3):
+        source = cmp if branch == 0 else (sel if branch == 1 else win)
+        value = tl.load(source + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        product = tl.sum(grad * value, 1)
+        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
+        tl.store(dgates + row * 3 + branch, product.to(dgates.dtype.element_ty), mask=alive)
+        tl.store(delta + branch * rows + (b * H + h) * S + s, gate * product, mask=alive)
+
+
+def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
+    """`Σ gate·branch`; branches `[B,S,H,D]` and gates `[B,S,H,3]`, all contiguous."""
+    D = cmp.shape[3]
+    rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
+    out = torch.empty_like(cmp)
+    _mix_kernel[(triton.cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
+    return out
+
+
+def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """(dgates `[B,S,H,3]`, deltas `[3,B,H,S]` float32), where delta is `gate·<dout, branch>`."""
+    dout = unit_last_stride(dout)
+    B, S, H, D = cmp.shape
+    rows, block = B * S * H, max(1, ELEMENTS // padded(D))
+    dgates = torch.empty_like(gates)
+    delta = torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device)
+    _delta_kernel[(triton.cdiv(rows, block),)](
+        dout, cmp, sel, win, gates, dgates, delta, *dout.stride()[:3], S, H, rows,
+        D=D, DP=padded(D), BM=block, num_warps=4,
+    )  # fmt: skip
+    return dgates, delta

@@ -1,0 +1,123 @@
+"""The kernels as one torch operation: a forward and a backward op with fake implementations, tied by autograd.
+
+Safe under torch.compile (no graph break) and CUDA graphs (nothing is read by the host, no grid depends on data).
+The spec travels as its five whole numbers, since an operation's arguments are tensors and numbers.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis.attention.compressed import compressed_backward, compressed_forward
+from tamis.attention.mix import mix_backward, mix_forward
+from tamis.attention.selected import selected_backward, selected_forward
+from tamis.attention.selection import select_from_lse
+from tamis.attention.spec import NSASpec
+from tamis.attention.window import window_backward, window_forward
+
+COMPRESSED, SELECTED, WINDOW = 0, 1, 2
+
+
+@torch.library.custom_op("tamis::nsa_forward", mutates_args=())
+def nsa_forward(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(mixed output, three ungated outputs, their log-sum-exps, block ids)."""
+    geometry = NSASpec(*spec)
+    out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, geometry)
+    ids = select_from_lse(q, k_cmp, lse_cmp, geometry)
+    out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, geometry)
+    out_win, lse_win = window_forward(q, k_win, v_win, geometry)
+    out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous())
+    return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
+
+
+@nsa_forward.register_fake
+def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec):  # type: ignore[no-untyped-def]
+    B, S, H, _ = q.shape
+    outs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(4)]
+    lses = [q.new_empty((B, H, S), dtype=torch.float32) for _ in range(3)]
+    return *outs, *lses, q.new_empty((B, S, k_sel.shape[2], spec[3]), dtype=torch.int32)
+
+
+@torch.library.custom_op("tamis::nsa_backward", mutates_args=())
+def nsa_backward(
+    dout: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    out_cmp: Tensor,
+    out_sel: Tensor,
+    out_win: Tensor,
+    lse_cmp: Tensor,
+    lse_sel: Tensor,
+    lse_win: Tensor,
+    ids: Tensor,
+    spec: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, the three branches' keys and values, and the gates."""
+    geometry, gates = NSASpec(*spec), gates.contiguous()
+    dgates, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk_sel, dv_sel = selected_backward(
+        q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, accumulate_dq=False
+    )
+    dk_cmp, dv_cmp = compressed_backward(
+        q, k_cmp, v_cmp, lse_cmp, dout, gates, delta[COMPRESSED], COMPRESSED, dq, geometry, accumulate_dq=True
+    )
+    dk_win, dv_win = window_backward(
+        q, k_win, v_win, lse_win, dout, gates, delta[WINDOW], WINDOW, dq, geometry, accumulate_dq=True
+    )
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+
+@nsa_backward.register_fake
+def _(dout, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *saved):  # type: ignore[no-untyped-def]
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.spec = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    return *nsa_backward(dout, *ctx.saved_tensors, ctx.spec), None
+
+
+nsa_forward.register_autograd(_gradients, setup_context=_save)
+
+
+@torch.library.custom_op("tamis::select_blocks", mutates_args=())
+def select_blocks(q: Tensor, k_cmp: Tensor, spec: list[int]) -> Tensor:
+    """Block ids alone; the compressed branch runs for its log-sum-exp."""
+    geometry = NSASpec(*spec)
+    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry)
+    return select_from_lse(q, k_cmp, lse, geometry)
+
+
+@select_blocks.register_fake
+def _(q, k_cmp, spec):  # type: ignore[no-untyped-def]
+    return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], spec[3]), dtype=torch.int32)
+
+
+def as_numbers(spec: NSASpec) -> list[int]:
+    return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]

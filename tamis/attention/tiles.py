@@ -1,0 +1,65 @@
+"""Fixed tile sizes of the kernels, one small table: no autotuning at first use.
+
+`rows` are query rows (token × head of the group), `keys` key positions; `capability` is the GPU's (9, 0) for Hopper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# (kernel, padded head dim) → tile; half precision. The smaller of two shared memories (A100, 164 KB) fits every entry.
+HALF = {
+    ("forward", 64): Tile(128, 128, 8, 3),
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("dq", 64): Tile(128, 64, 8, 3),
+    ("dq", 128): Tile(128, 64, 8, 2),
+    ("dkv", 64): Tile(64, 64, 4, 3),
+    ("dkv", 128): Tile(64, 64, 8, 2),
+    ("score", 64): Tile(128, 128, 8, 3),
+    ("score", 128): Tile(128, 128, 8, 2),
+}
+LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
+FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
+
+
+def tile_for(kernel: str, padded_dim: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:
+        return FLOAT32
+    if padded_dim > 128:
+        return LARGE_DIM
+    return HALF[kernel, max(64, padded_dim)]
+
+
+def padded(dim: int) -> int:
+    """The head dim as a kernel holds it: a power of two of at least 16."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 products must be float32, not tf32; half precision has one way to multiply."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
+    """Kernels take any strides but the last; a tensor without unit stride there is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,0 +1,160 @@
+"""Proof on the present device: the kernels against the reference, every branch and the whole, and causality.
+
+Each branch alone is the whole with its gate 1 and the others 0, so that what is proved is the path that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tamis.attention import backend as attention
+from tamis.attention import reference
+from tamis.attention.spec import NSASpec
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+SELECTION_LIMIT = 1e-5  # share of a row's best score that its choice may lose: float32 rounding, not wrong blocks
+CASES = ("compressed", "selected", "window", "whole")
+INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+BRANCH_OF = {"k_cmp": 0, "v_cmp": 0, "k_sel": 1, "v_sel": 1, "k_win": 2, "v_win": 2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: relative RMSE unless the name says otherwise."""
+
+    name: str
+    measured: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.measured <= self.limit  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.passed else 'FAIL'} {self.name:24} {self.measured:.2e} (limit {self.limit:.0e})"
+
+
+def verify(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    dim: int,
+    spec: NSASpec,
+    backend: attention.Backend = "auto",
+    tokens: int | None = None,
+    seed: int = 0,
+) -> list[Check]:
+    """Compare `backend` with the reference at this shape; `tokens` is by default more than every block would cover."""
+    tokens = tokens or (spec.n_sel + 5) * spec.l_sel + 5
+    inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens, seed)
+    checks = []
+    for branch, case in enumerate(CASES):
+        one_branch = torch.eye(4, 3, dtype=dtype, device=device)[branch].expand_as(inputs[-1])
+        gates = inputs[-1] if case == "whole" else one_branch
+        checks += _agreement(case, branch, [*inputs[:-1], gates], spec, backend)
+    return [*checks, *(check(inputs, spec, backend) for check in (_selection, _repeats, _causality))]
+
+
+def random_inputs(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    dim: int,
+    spec: NSASpec,
+    tokens: int,
+    seed: int = 0,
+    batch: int = 1,
+) -> list[Tensor]:
+    """The tensor arguments of `nsa_attention`, in order; drawn on the CPU so that a seed means the same everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = spec.compressed_blocks(tokens)
+    lengths = (blocks, blocks, tokens, tokens, tokens, tokens)
+    shapes = [(batch, tokens, heads, dim), *((batch, n, groups, dim) for n in lengths), (batch, tokens, heads, 3)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.to(device, dtype) for x in [*tensors[:-1], torch.sigmoid(tensors[-1])]]
+
+
+def relative_rmse(measured: Tensor, expected: Tensor) -> float:
+    """`‖measured − expected‖ / ‖expected‖`; infinite where anything is not finite, 0 for two empty or zero tensors."""
+    measured, expected = measured.double(), expected.double()
+    if not (torch.isfinite(measured).all() and torch.isfinite(expected).all()):
+        return float("inf")
+    error, size = (measured - expected).norm().item(), expected.norm().item()
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def _agreement(case: str, branch: int, inputs: list[Tensor], spec: NSASpec, backend: attention.Backend) -> list[Check]:
+    generator = torch.Generator().manual_seed(1 + branch)
+    dout = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
+
+    # The reference takes the same rounded inputs, but in float32: its gradients are not rounded to half precision.
+    expected = _out_and_gradients(_reference(spec), [x.float() for x in inputs], dout.float())
+    measured = _out_and_gradients(_kernels(spec, backend), inputs, dout)
+    return [
+        Check(f"{case} {name}", relative_rmse(got, want), LIMIT[inputs[0].dtype])
+        for name, got, want in zip(("out", *(f"d{x}" for x in INPUTS)), measured, expected, strict=True)
+        if case == "whole" or BRANCH_OF.get(name[1:], branch) == branch
+    ]
+
+
+def _kernels(spec: NSASpec, backend: attention.Backend) -> Callable[..., Tensor]:
+    return partial(attention.nsa_attention, spec=spec, backend=backend)
+
+
+def _reference(spec: NSASpec) -> Callable[..., Tensor]:
+    return partial(reference.nsa_attention, spec=spec)
+
+
+def _out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _selection(inputs: list[Tensor], spec: NSASpec, backend: attention.Backend) -> Check:
+    """What a choice loses against the best in the reference's scores; missing forced or repeated blocks: everything."""
+    q, k_cmp = inputs[:2]
+    ids = attention.select_blocks(q, k_cmp, spec, backend=backend)
+    best = reference.select_blocks(q, k_cmp, spec)
+    scores_BSGJ = reference.block_scores(q, k_cmp, spec).transpose(1, 2)
+    same_count = bool(((ids >= 0).sum(-1) == (best >= 0).sum(-1)).all())
+    ascending = bool(((ids[..., 1:] > ids[..., :-1]) | (ids[..., 1:] < 0)).all())
+    newest = torch.arange(q.shape[1], device=q.device)[None, :, None, None] // spec.l_sel
+    forced = all(bool((ids == block.clamp(min=0)).any(-1).all()) for block in (newest * 0, newest, newest - 1))
+    if not (same_count and ascending and forced):
+        return Check("selection loss", float("inf"), SELECTION_LIMIT)
+
+    def total(chosen: Tensor) -> Tensor:
+        return scores_BSGJ.gather(-1, chosen.clamp(min=0).long()).mul(chosen >= 0).sum(-1)
+
+    loss = (total(best) - total(ids)) / total(best).clamp(min=1e-30)
+    return Check("selection loss", loss.max().item(), SELECTION_LIMIT)
+
+
+def _repeats(inputs: list[Tensor], spec: NSASpec, backend: attention.Backend) -> Check:
+    """Largest difference between two runs on the same inputs, forward and backward: must be none at all."""
+
+    runs = [_out_and_gradients(_kernels(spec, backend), inputs, inputs[0]) for _ in range(2)]
+    return Check("repeat difference", _largest_difference(*runs), 0.0)
+
+
+def _causality(inputs: list[Tensor], spec: NSASpec, backend: attention.Backend) -> Check:
+    """Largest change of any output before a token when everything from that token on changes: must be none at all."""
+    tokens = inputs[0].shape[1]
+    turn = tokens // 2 + 1
+    starts = [turn, *[spec.compressed_blocks(turn)] * 2, *[turn] * 5]
+    changed = [torch.cat([x[:, :start], -3 * x[:, start:]], dim=1) for x, start in zip(inputs, starts, strict=True)]
+    outs = [_kernels(spec, backend)(*x)[:, :turn] for x in (inputs, changed)]
+    return Check("causality difference", _largest_difference([outs[0]], [outs[1]]), 0.0)
+
+
+def _largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    differences = [(a.double() - b.double()).abs().max() for a, b in zip(first, second, strict=True) if a.numel()]
+    return torch.stack(differences).max().item()

@@ -1,0 +1,103 @@
+"""Compile, without a GPU, every kernel the launchers would launch, as they would, and read what the binary needs.
+
+Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.ahead_of_time 90`; the last line is
+JSON. A stand-in driver names the target, and a launch stops after the compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class TargetDriver:
+    """As much of a Triton driver as a compile needs."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def record_launches(arch: int) -> dict[str, object]:
+    """From now on launches compile for `arch` and land, compiled, in the returned dict."""
+    triton.runtime.driver.set_active(TargetDriver(arch))
+    compiled: dict[str, object] = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in {k.hash for k in compiled.values()}:
+            numbers = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages", "PRECISION")}
+            compiled[f"{self.fn.__name__} #{len(compiled)} {numbers}"] = kernel
+
+    JITFunction.run = compile_only
+    return compiled
+
+
+def resources(kernel) -> dict[str, int | bool]:  # type: ignore[no-untyped-def]
+    """Registers, stack (spills) and shared memory in bytes, and whether it multiplies on Hopper's own instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
+    ptx = kernel.asm["ptx"]
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+    }
+
+
+def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
+    """Every branch, forward and backward, once; results are never written, so nothing is read from them."""
+    from tamis.attention import op
+    from tamis.attention.spec import NSASpec
+
+    spec, groups = NSASpec(), 2
+    blocks, heads = spec.compressed_blocks(tokens), groups * heads_per_group
+    q = torch.empty(1, tokens, heads, dim, dtype=dtype)
+    kv = [torch.empty(1, n, groups, dim, dtype=dtype) for n in (blocks, blocks, tokens, tokens, tokens, tokens)]
+    gates = torch.empty(1, tokens, heads, 3, dtype=dtype)
+    numbers = op.as_numbers(spec)
+    out, *saved = op.nsa_forward._init_fn(q, *kv, gates, numbers)
+    op.nsa_backward._init_fn(out, q, *kv, gates, *saved, numbers)
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    compiled = record_launches(arch)
+    for shape in sys.argv[2:] or ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"]:
+        name, heads, dim = shape.split(":")
+        launch_everything(getattr(torch, name), int(heads), int(dim))
+    report = {name: resources(kernel) for name, kernel in compiled.items()}
+    for name, needs in report.items():
+        print(name[:150], needs)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
