@@ -2,7 +2,7 @@
 
 import os
 
-# Before torch loads, and inherited by the processes tests start: on few cores spinning OpenMP threads starve each other.
+# Before torch loads, and inherited by processes tests start: on few cores spinning OpenMP threads starve each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
