@@ -31,6 +31,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> TokenIds: ...
 
+    def to_bytes(self, ids: Iterable[int]) -> bytes: ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
@@ -44,9 +46,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> TokenIds:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
         end = END_OF_TEXT.encode()
-        return b"".join(end if i == self.eot else bytes([i]) for i in ids).decode(errors="replace")
+        return b"".join(end if i == self.eot else bytes([i]) for i in ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.to_bytes(ids).decode(errors="replace")
 
 
 class Gpt2Tokenizer:
@@ -72,8 +77,11 @@ class Gpt2Tokenizer:
         ids = self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return ids.astype(np.uint16)
 
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode([int(i) for i in ids])
+        return self.to_bytes(ids).decode(errors="replace")
 
 
 @functools.cache

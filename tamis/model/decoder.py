@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tamis.config import Config
+from tamis.model.cache import Cache
 from tamis.model.dense import DenseLayer
 from tamis.model.layers import RMSNorm, Rotary, SwiGLU
 from tamis.model.loss import linear_cross_entropy
@@ -28,8 +31,17 @@ class Block(nn.Module):
 
     def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor | None]:
         attended, gates = self.attention(self.attention_norm(x_BSE))
-        x_BSE = x_BSE + attended
-        return x_BSE + self.feed_forward(self.feed_forward_norm(x_BSE)), gates
+        return self._add(x_BSE, attended), gates
+
+    def extend(self, x_BSE: Tensor, cache: Any, start: int) -> Tensor:
+        return self._add(x_BSE, self.attention.extend(self.attention_norm(x_BSE), cache, start))
+
+    def step(self, x_BE: Tensor, cache: Any, positions_B: Tensor) -> Tensor:
+        return self._add(x_BE, self.attention.step(self.attention_norm(x_BE), cache, positions_B))
+
+    def _add(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Decoder(nn.Module):
@@ -74,6 +86,36 @@ class Decoder(nn.Module):
             if gates is not None and self.config.train.aux_stats:
                 statistics.append(gate_statistics(gates))
         return self.norm(x), torch.stack(statistics) if statistics else None
+
+    @torch.no_grad()
+    def extend(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
+        """Final hidden states `[B,S,E]` of a tile of tokens that join those the cache holds."""
+        start = cache.common_length()
+        cache.reserve(tokens_BS.shape[1])
+        x = self.embedding(tokens_BS)
+        for block, kept in zip(cast(list[Block], self.blocks), cache.layers, strict=True):
+            x = block.extend(x, kept, start)
+        cache.positions_B += tokens_BS.shape[1]
+        return self.norm(x)
+
+    @torch.no_grad()
+    def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:
+        """Final hidden states `[B,E]` of one more token for each sequence; may be captured in a CUDA graph.
+
+        The caller reserves the room (`cache.reserve(1)`), which a replayed graph cannot.
+        """
+        x = self.embedding(tokens_B)
+        for block, kept in zip(cast(list[Block], self.blocks), cache.layers, strict=True):
+            x = block.step(x, kept, cache.positions_B)
+        cache.positions_B += 1
+        return self.norm(x)
+
+    def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
+        """An empty cache in this model's dtype and on its device."""
+        weight, max_len = self.embedding.weight, max_len or self.max_len
+        if max_len > self.max_len:
+            raise ValueError(f"a cache of {max_len} tokens is longer than the {self.max_len} this model was built for")
+        return Cache(self.config, batch, max_len, weight.dtype, weight.device)
 
     def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.config.runtime.gradient_checkpointing and self.training:

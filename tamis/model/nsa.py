@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tamis.attention import NSASpec, nsa_attention
+from tamis.attention.decode import decode_attention, tile_attention
 from tamis.config import Config
+from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
 from tamis.model.layers import Rotary
 
@@ -40,6 +42,49 @@ class NSALayer(nn.Module):
         mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec)
         return self.out(mixed.flatten(2)), gates
 
+    def extend(self, x_BSE: Tensor, cache: NSACache, start: int) -> Tensor:
+        """The output for tokens `start … start+S−1`, which join those the cache holds."""
+        end = start + x_BSE.shape[1]
+        q, raw, selected, window = self._rotated(x_BSE, torch.arange(start, end, device=x_BSE.device))
+        before, after = self.spec.compressed_blocks(start), self.spec.compressed_blocks(end)
+        pending = torch.cat((cache.tail.newest(start - before * self.spec.d, start), raw), dim=1)
+        cache.compressed_BN2GD[:, before:after] = torch.stack(
+            self.compress(pending[:, :, 0], pending[:, :, 1], before), dim=2
+        )
+        cache.selected_BT2GD[:, start:end] = selected
+        older = min(start, self.spec.w - 1)
+        recent = torch.cat((cache.window.newest(older, start), window), dim=1)
+        cache.tail.write(raw, start)
+        cache.window.write(window, start)
+        compressed, seen = cache.compressed_BN2GD[:, :after], cache.selected_BT2GD[:, :end]
+        gates = self.gates(x_BSE)
+        mixed, ids = tile_attention(q, compressed, seen, recent, gates, self.spec, start, start - older)
+        cache.chosen_BGn.copy_(ids[:, -1])
+        return self.out(mixed.flatten(2))
+
+    def step(self, x_BE: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
+        """The output for one token of each sequence, at its own position; nothing here waits for the host."""
+        # Sequences stand where a tile's tokens stand: each has its own position.
+        q, raw, selected, window = (t[0] for t in self._rotated(x_BE[None], positions_B))
+        cache.tail.write_one(raw, positions_B)
+        k_cmp, v_cmp = self._compress_unrotated(*cache.tail.newest_of_each(positions_B).unbind(2))
+        k_cmp = self.rotary(k_cmp.transpose(0, 1), positions_B)[0]  # a block that ends now is rotated to now
+        cache.write_block(torch.stack((k_cmp, v_cmp[:, 0]), dim=1), positions_B)
+        cache.write_one(selected, positions_B)
+        cache.window.write_one(window, positions_B)
+        kept = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
+        mixed, ids = decode_attention(q, *kept, self.gates(x_BE), positions_B, self.spec)
+        cache.chosen_BGn.copy_(ids)
+        return self.out(mixed.flatten(1))
+
+    def _rotated(self, x_BSE: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, and keys with values `[B,S,2,G,D]`: unrotated for compression, rotated for selection and window."""
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = self.projections(x_BSE)
+        q, k_sel, k_win = (self.rotary(t, positions_S) for t in (q, k_sel, k_win))
+        pairs = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
+        raw, selected, window = (torch.stack(pair, dim=2) for pair in pairs)
+        return q, raw, selected, window
+
     def projections(self, x_BSE: Tensor) -> list[Tensor]:
         """Queries `[B,S,H,D]` and the six unrotated `[B,S,G,D]`."""
         heads = self.project(x_BSE).unflatten(-1, (-1, self.dim))
@@ -51,9 +96,12 @@ class NSALayer(nn.Module):
 
     def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
         """Compressed keys, rotated to their block's last position, and values; blocks count from `first_block`."""
-        k, v = self.compress_k(k_BSGD), self.compress_v(v_BSGD)
+        k, v = self._compress_unrotated(k_BSGD, v_BSGD)
         blocks = torch.arange(first_block, first_block + k.shape[1], device=k.device)
         return self.rotary(k, blocks * self.spec.d + self.spec.l - 1), v
+
+    def _compress_unrotated(self, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.compress_k(k_BSGD), self.compress_v(v_BSGD)
 
 
 @torch.no_grad()

@@ -1,0 +1,77 @@
+"""Attention of new queries over cached keys and values: a tile of a prompt, or one token of each sequence.
+
+Shapes: B sequences, S queries, H heads, G groups, D head dim, N compressed blocks, T tokens, W slots of the window's
+ring, 2: key, then value. Queries of a tile stand at positions `start … start+S−1`; of a step, each at its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tamis.attention import reference
+from tamis.attention.spec import NSASpec
+
+
+def tile_attention(
+    q_BSHD: Tensor,
+    compressed_BN2GD: Tensor,
+    selected_BT2GD: Tensor,
+    window_BT2GD: Tensor,
+    gates_BSH3: Tensor,
+    spec: NSASpec,
+    start: int,
+    first_key: int,
+) -> tuple[Tensor, Tensor]:
+    """The mixed output `[B,S,H,D]` and the chosen blocks `[B,S,G,n]`; the window's keys begin at `first_key`."""
+    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (
+        cached.unbind(2) for cached in (compressed_BN2GD, selected_BT2GD, window_BT2GD)
+    )
+    ids_BSGn = reference.select_blocks(q_BSHD, k_cmp, spec, start)
+    branches = (
+        reference.compressed_attention(q_BSHD, k_cmp, v_cmp, spec, start),
+        reference.selected_attention(q_BSHD, k_sel, v_sel, ids_BSGn, spec, start),
+        reference.window_attention(q_BSHD, k_win, v_win, spec, start, first_key),
+    )
+    return reference.mix_branches(branches, gates_BSH3).to(q_BSHD.dtype), ids_BSGn
+
+
+def decode_attention(
+    q_BHD: Tensor,
+    compressed_BN2GD: Tensor,
+    selected_BT2GD: Tensor,
+    window_BW2GD: Tensor,
+    gates_BH3: Tensor,
+    positions_B: Tensor,
+    spec: NSASpec,
+) -> tuple[Tensor, Tensor]:
+    """One query per sequence, at `positions_B`, over caches that already hold its own key and value.
+
+    Returns the mixed output `[B,H,D]` and the chosen blocks `[B,G,n]`. The window is a ring: token `t` in slot `t % W`.
+    """
+    outs, chosen = [], []
+    for b, position in enumerate(positions_B.tolist()):
+        kept = min(spec.w, position + 1)
+        slots = torch.arange(position + 1 - kept, position + 1, device=q_BHD.device) % window_BW2GD.shape[1]
+        out, ids = tile_attention(
+            q_BHD[b : b + 1, None],
+            compressed_BN2GD[b : b + 1, : spec.visible_compressed(position)],
+            selected_BT2GD[b : b + 1, : position + 1],
+            window_BW2GD[b : b + 1, slots],
+            gates_BH3[b : b + 1, None],
+            spec,
+            start=position,
+            first_key=position + 1 - kept,
+        )
+        outs.append(out[:, 0])
+        chosen.append(ids[:, 0])
+    return torch.cat(outs), torch.cat(chosen)
+
+
+def reads(ids_BGn: Tensor, positions_B: Tensor, spec: NSASpec) -> Tensor:
+    """`[B,G]`: keys each group read for its token: visible compressed blocks, tokens of chosen blocks, window."""
+    seen_B1 = (positions_B + 1)[:, None]
+    compressed = ((seen_B1 - spec.l) // spec.d + 1).clamp_min(0)
+    first_token = ids_BGn.long() * spec.l_sel
+    tokens = (seen_B1[..., None] - first_token).clamp(0, spec.l_sel).where(ids_BGn >= 0, 0)
+    return compressed + tokens.sum(dim=-1) + seen_B1.clamp_max(spec.w)

@@ -1,0 +1,5 @@
+"""From a trained model to text: sampling, loading, export, and the long-context demonstration."""
+
+from tamis.generate.sample import Sampling, generate, generate_text, generate_texts
+
+__all__ = ["Sampling", "generate", "generate_text", "generate_texts"]

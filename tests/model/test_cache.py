@@ -1,0 +1,177 @@
+"""The caches: a prompt read by tiles and continued token by token gives what one pass over the whole sequence gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tamis.attention import select_blocks
+from tamis.config import Config, build_config
+from tamis.model import Decoder
+
+TOKENS = 75
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # float32 rounding, grown by layers at three times the usual scale
+
+
+def small_config(**changes: object) -> Config:
+    model = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_ff": 32, "attention": "nsa"}
+    nsa = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 4, "w": 12, "phi": "mlp"}
+    for key, value in changes.items():
+        (model if key in model or key.startswith("rope") else nsa)[key] = value
+    return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": {"seq_len": TOKENS}})
+
+
+def model_of(config: Config) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(config).eval()
+    with torch.no_grad():  # at the usual scale a fresh model is nearly indifferent to what it attends to
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3.0)
+    return model
+
+
+def random_tokens(batch: int = 1, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 257, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def extend_by(model: Decoder, tokens: torch.Tensor, cache, tiles: list[int]) -> torch.Tensor:
+    parts = tokens.split(tiles, dim=1)
+    return torch.cat([model.extend(part, cache) for part in parts], dim=1)
+
+
+def step_by(model: Decoder, tokens: torch.Tensor, cache) -> torch.Tensor:
+    hidden = []
+    for column in tokens.unbind(1):
+        cache.reserve(1)
+        hidden.append(model.step(column, cache))
+    return torch.stack(hidden, dim=1)
+
+
+def assert_same_memory(one, other) -> None:
+    """Everything that may still be read: rows before the length, and rings whole."""
+    length = int(one.lengths_B[0])
+    torch.testing.assert_close(one.positions_B, other.positions_B)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        blocks = a.spec.compressed_blocks(length)
+        torch.testing.assert_close(a.selected_BT2GD[:, :length], b.selected_BT2GD[:, :length], **CLOSE)
+        torch.testing.assert_close(a.compressed_BN2GD[:, :blocks], b.compressed_BN2GD[:, :blocks], **CLOSE)
+        torch.testing.assert_close(a.window.slots_BW2GD, b.window.slots_BW2GD, **CLOSE)
+        torch.testing.assert_close(a.tail.slots_BW2GD, b.tail.slots_BW2GD, **CLOSE)
+        torch.testing.assert_close(a.chosen_BGn, b.chosen_BGn)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("tiles", [[75], [1, 74], [7, 31, 37], [13, 13, 13, 13, 13, 10], [74, 1]])
+def test_a_prompt_read_by_tiles_gives_the_hidden_states_of_one_pass(attention: str, tiles: list[int]) -> None:
+    model, tokens = model_of(small_config(attention=attention)), random_tokens(batch=2)
+    expected = model(tokens)[0]
+    torch.testing.assert_close(extend_by(model, tokens, model.new_cache(2), tiles), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("prompt", [0, 1, 3, 7, 8, 11, 12, 29, 61])
+def test_tokens_decoded_one_at_a_time_give_the_hidden_states_of_one_pass(attention: str, prompt: int) -> None:
+    model, tokens = model_of(small_config(attention=attention)), random_tokens(batch=3, count=prompt + 14)
+    expected, cache = model(tokens)[0], model.new_cache(3)
+    if prompt:
+        model.extend(tokens[:, :prompt], cache)
+    torch.testing.assert_close(step_by(model, tokens[:, prompt:], cache), expected[:, prompt:], **CLOSE)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_any_mix_of_tiles_and_steps_leaves_the_same_memory_and_choices(data: st.DataObject) -> None:
+    spec = data.draw(
+        st.sampled_from([(8, 4, 8, 4, 12), (4, 4, 8, 3, 5), (12, 3, 6, 5, 1), (6, 2, 4, 3, 100), (1, 1, 1, 3, 2)])
+    )
+    phi = data.draw(st.sampled_from(["mlp", "avg"]))
+    model = model_of(small_config(**dict(zip(("l", "d", "l_sel", "n_sel", "w"), spec, strict=True)), phi=phi))
+    count = data.draw(st.integers(2, 60))
+    tokens = random_tokens(batch=2, count=count, seed=count)
+    whole, mixed = model.new_cache(2), model.new_cache(2)
+    model.extend(tokens, whole)
+    while (done := mixed.common_length()) < count:
+        tile = data.draw(st.integers(1, count - done))
+        if data.draw(st.booleans()):
+            model.extend(tokens[:, done : done + tile], mixed)
+        else:
+            step_by(model, tokens[:, done : done + tile], mixed)
+    assert_same_memory(mixed, whole)
+
+
+def test_the_chosen_blocks_of_a_step_are_those_of_the_whole_sequence() -> None:
+    model, tokens = model_of(small_config()), random_tokens()
+    layer, cache = model.blocks[0].attention, model.new_cache()
+    x = model.blocks[0].attention_norm(model.embedding(tokens))
+    q, k_cmp, v_cmp = layer.projections(x)[:3]
+    q, k_cmp = layer.rotary(q, torch.arange(TOKENS)), layer.compress(k_cmp, v_cmp)[0]
+    expected = select_blocks(q, k_cmp, layer.spec)
+    assert (expected[0, -1] != torch.tensor([0, 7, 8, 9])).any()  # the scores, not position alone, decide
+    for t in range(TOKENS):
+        cache.reserve(1)
+        model.step(tokens[:, t], cache)
+        torch.testing.assert_close(cache.layers[0].chosen_BGn, expected[:, t])
+
+
+def test_sequences_of_different_lengths_decode_together_as_each_would_alone() -> None:
+    model, lengths = model_of(small_config()), [3, 26, 41]
+    tokens = random_tokens(batch=3)
+    cache = model.new_cache(3)
+    for i, length in enumerate(lengths):
+        model.extend(tokens[i : i + 1, :length], cache.row(i))
+    new = torch.stack([tokens[i, length : length + 9] for i, length in enumerate(lengths)])
+    together = step_by(model, new, cache)
+    for i, length in enumerate(lengths):
+        alone = model(tokens[i : i + 1, : length + 9])[0][:, length:]
+        torch.testing.assert_close(together[i : i + 1], alone, **CLOSE)
+
+
+def test_sequences_of_different_lengths_cannot_be_extended_by_one_tile() -> None:
+    model = model_of(small_config())
+    cache = model.new_cache(2)
+    model.extend(random_tokens(count=5), cache.row(1))
+    with pytest.raises(ValueError, match=r"lengths \[0, 5\] cannot be extended together"):
+        model.extend(random_tokens(batch=2, count=4), cache)
+
+
+def test_a_full_cache_refuses_and_is_left_as_it_was() -> None:
+    model, tokens = model_of(small_config()), random_tokens()
+    cache = model.new_cache(max_len=20)
+    model.extend(tokens[:, :18], cache)
+    with pytest.raises(ValueError, match="21 tokens do not fit the cache of 20"):
+        model.extend(tokens[:, 18:21], cache)
+    expected = model(tokens[:, :20])[0][:, 18:]
+    torch.testing.assert_close(model.extend(tokens[:, 18:20], cache), expected, **CLOSE)
+
+
+def test_a_cache_cannot_be_longer_than_the_positions_the_model_knows() -> None:
+    with pytest.raises(ValueError, match="76 tokens is longer than the 75"):
+        model_of(small_config()).new_cache(max_len=76)
+
+
+def test_a_reset_cache_remembers_nothing() -> None:
+    model, tokens = model_of(small_config()), random_tokens()
+    cache = model.new_cache()
+    first = model.extend(tokens, cache)
+    cache.reset()
+    extend_by(model, random_tokens(seed=1), cache, [75])
+    cache.reset()
+    torch.testing.assert_close(extend_by(model, tokens, cache, [40, 35]), first, **CLOSE)
+
+
+def test_memory_is_counted_from_the_tensors_held() -> None:
+    model = model_of(small_config())
+    per_token = 2 * 2 * 8 * 4  # key and value, two groups, eight dims, four bytes
+    blocks = (TOKENS - 8) // 4 + 1
+    assert model.new_cache(3).bytes == 3 * 2 * per_token * (TOKENS + blocks + 1 + 12 + 8)
+
+
+def test_scaled_positions_hold_in_every_branch_of_the_cached_path() -> None:
+    tokens = random_tokens()
+    plain, scaled = (model_of(small_config(rope_scale=scale)) for scale in (1.0, 8.0))
+    assert not torch.allclose(plain(tokens)[0], scaled(tokens)[0], atol=1e-2)
+    got = step_by(scaled, tokens, scaled.new_cache())
+    torch.testing.assert_close(got, scaled(tokens)[0], **CLOSE)
