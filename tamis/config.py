@@ -136,7 +136,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        model, nsa, data, runtime, train = self.model, self.nsa, self.data, self.runtime, self.train
+        model, nsa, data, runtime = self.model, self.nsa, self.data, self.runtime
         problems = {
             f"model.n_heads must be a multiple of model.n_kv_groups, got {model.n_heads} and {model.n_kv_groups}": (
                 model.n_heads % model.n_kv_groups
@@ -149,9 +149,6 @@ class Config(Section):
             ),
             "data.synthetic_on_fail must be false when runtime.production is true": (
                 runtime.production and data.synthetic_on_fail
-            ),
-            f"train.warmup_steps must not exceed train.steps, got {train.warmup_steps} and {train.steps}": (
-                train.warmup_steps > train.steps
             ),
             "runtime.sdpa: flash_only needs runtime.use_flash: true": (
                 runtime.sdpa == "flash_only" and not runtime.use_flash

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Makes .venv and installs the pinned dependencies; run it as often as you like. `--test` adds what the tests need.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { echo "[bootstrap] $*"; }
+fail() { echo "[bootstrap] error: $*" >&2; exit 1; }
+
+extras=""
+case "${1:-}" in
+  "") ;;
+  --test) extras="[test]" ;;
+  *) fail "unknown argument $1 (only --test is known)" ;;
+esac
+
+find_python() {
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"; return
+    fi
+  done
+  fail "no Python 3.11 or newer with venv found: install python3.11-venv or newer, then run this again"
+}
+
+# A CUDA torch that is already there and new enough saves a download of several gigabytes.
+machine_torch() {
+  "$1" - <<'PY' 2>/dev/null || true
+import re, torch
+if torch.version.cuda and tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10):
+    print(torch.__version__)
+PY
+}
+
+show_gpus() {
+  if command -v nvidia-smi >/dev/null && gpus=$(nvidia-smi --query-gpu=index,name,memory.total --format=csv,noheader 2>/dev/null); then
+    while IFS= read -r gpu; do say "GPU $gpu"; done <<<"$gpus"
+  else
+    say "no NVIDIA GPU found: the embedded showcase will run on the CPU"
+  fi
+}
+
+say "Tamis in $PWD"
+stamp=$(cat pyproject.toml constraints.txt scripts/prime_bootstrap.sh | sha256sum | cut -c1-16)
+# What was installed with the test extras also serves without them.
+if [ -x .venv/bin/tamis ] && grep -qxF -e "$stamp [test]" -e "$stamp $extras" .venv/.tamis-stamp 2>/dev/null; then
+  say ".venv is up to date"
+  show_gpus
+  exit 0
+fi
+
+python=$(find_python)
+say "using $("$python" --version) at $(command -v "$python")"
+found=$(machine_torch "$python")
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+if [ -n "$found" ]; then
+  say "reusing the machine's torch $found"
+  [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
+  grep -viE '^(torch|triton|numpy)==' constraints.txt >"$constraints"
+else
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  cp constraints.txt "$constraints"
+fi
+
+say "installing pinned dependencies (a minute or two, more when torch must be downloaded)"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$constraints" --editable ".$extras" \
+  || fail "installing failed: read the lines above; check the network and the free disk space, then run this again"
+.venv/bin/python -c 'import torch, tamis; print(f"[bootstrap] torch {torch.__version__}, tamis {tamis.__version__}")' \
+  || fail "torch or tamis cannot be imported from .venv: remove .venv and run this again"
+echo "$stamp $extras" >>.venv/.tamis-stamp
+show_gpus
+say "done: .venv/bin/tamis --help"
