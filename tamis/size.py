@@ -1,7 +1,7 @@
 """True parameter count and exact FLOPs per token, from the configuration alone. No torch here.
 
-A matrix product of `[m,k]` by `[k,n]` counts 2·m·k·n; backward counts twice forward. Tests hold the parameter
-count to the model's own.
+A matrix product of `[m,k]` by `[k,n]` counts 2·m·k·n; backward counts twice forward. Tests hold both counts to the
+model's own.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def _phi_parameters(config: Config) -> int:
 
 
 def flops_per_token(config: Config, training: bool = True) -> float:
-    """Mean over the positions of a sequence of `train.seq_len` tokens."""
+    """Mean over the positions of a sequence of `train.seq_len` tokens; masked keys and padding are not counted."""
     model = config.model
     heads = model.n_heads * model.d_k
-    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.padded_vocab_size * model.dim
+    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.vocab_size * model.dim
     keys_and_values = 2 if model.attention == "dense" else 6
     projections = 2 * model.dim * heads + keys_and_values * model.dim * model.n_kv_groups * model.d_k
     if model.attention == "nsa":
@@ -57,12 +57,13 @@ def flops_per_token(config: Config, training: bool = True) -> float:
 
 
 def _phi_flops(config: Config) -> float:
-    """Per token and layer: every `d` tokens one block of keys and one of values per group go through the MLP."""
-    if config.nsa.phi == "avg":
+    """Per token and layer: each block of keys, and of values, goes through the MLP once per group."""
+    nsa, dim, tokens = config.nsa, config.model.d_k, config.train.seq_len
+    if nsa.phi == "avg" or tokens < nsa.l:
         return 0.0
-    dim = config.model.d_k
-    per_block = 2.0 * (config.nsa.l * dim * dim + dim * dim)
-    return 2.0 * config.model.n_kv_groups * per_block / config.nsa.d
+    blocks = (tokens - nsa.l) // nsa.d + 1
+    per_block = 2.0 * (nsa.l * dim * dim + dim * dim)
+    return 2.0 * config.model.n_kv_groups * per_block * blocks / tokens
 
 
 def mean_keys_dense(config: Config) -> float:
