@@ -6,6 +6,7 @@ A record is the UTF-8 bytes of a document, None where there is nothing (a blank 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -44,15 +45,16 @@ class LocalFiles:
         """What must stay the same for a position in these files to keep its meaning."""
         return [[name, size] for name, size in zip(self.names, self.sizes, strict=True)]
 
-    def read(self, file: int, start: int = 0) -> Iterator[Record]:
-        """The records of one file from record number `start` on."""
+    def place(self, file: int, number: int) -> str:
+        return f"{self.files[file]}:{number + 1}"
+
+    def read(self, file: int, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """The records of one file with their numbers, from number `start` on."""
         path = self.files[file]
         if path.name.endswith(PARQUET):
-            yield from read_parquet(path, self.text_column, start)
-        elif path.name.endswith(JSONL):
-            yield from _after(start, read_jsonl(path, self.text_column))
-        else:
-            yield from _after(start, read_text(path))
+            return enumerate(read_parquet(path, self.text_column, start), start)
+        records = read_jsonl(path, self.text_column) if path.name.endswith(JSONL) else read_text(path)
+        return itertools.islice(enumerate(records), start, None)
 
 
 def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
@@ -138,12 +140,6 @@ def read_text(path: Path) -> Iterator[Record]:
                 piece, size = [], 0
     if piece:
         yield b"".join(piece)
-
-
-def _after(start: int, records: Iterator[Record]) -> Iterator[Record]:
-    for number, record in enumerate(records):
-        if number >= start:
-            yield record
 
 
 def _list_files(path: Path) -> list[Path]:

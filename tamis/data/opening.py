@@ -11,12 +11,15 @@ import numpy.typing as npt
 from tamis.config import Config
 from tamis.data.errors import DataError
 from tamis.data.files import LocalFiles
+from tamis.data.hub import open_hub
 from tamis.data.loader import Loader, Samples
 from tamis.data.order import Source
 from tamis.data.sample import sample_source
+from tamis.data.shards import ShardSamples, held_out_stretches
 from tamis.data.stream import StreamSamples, held_out_tokens, merge_stream_states
 from tamis.data.synthetic import VALIDATION, SyntheticSamples, noise
 from tamis.data.tokenizer import TokenIds
+from tamis.data.waiting import within
 
 
 def open_loader(config: Config, *, rank: int = 0, world_size: int = 1) -> Loader:
@@ -34,6 +37,8 @@ def open_loader(config: Config, *, rank: int = 0, world_size: int = 1) -> Loader
 def open_samples(config: Config, rank: int, world_size: int) -> Samples:
     if config.data.dataset == "synthetic":
         return SyntheticSamples(config, rank, world_size)
+    if config.data.dataset == "shards":
+        return ShardSamples(config, rank, world_size)
     return StreamSamples(config, open_source(config), rank, world_size)
 
 
@@ -44,6 +49,8 @@ def open_source(config: Config) -> Source:
         return sample_source()
     if data.dataset == "fineweb_edu_local":
         return LocalFiles(str(data.local_path), data.text_column)
+    if data.dataset == "fineweb_edu":
+        return open_hub(data)
     raise DataError(f"data.dataset {data.dataset} holds no documents")
 
 
@@ -64,7 +71,8 @@ def validation_batches(config: Config, *, rank: int = 0, world_size: int = 1) ->
     """
     train = config.train
     wanted = train.eval_batches * train.batch_size * world_size
-    rows = _held_out_rows(config, wanted)
+    limit_s = config.data.loader_timeout_s * train.eval_batches
+    rows = within(limit_s, "the held-out text", lambda: _held_out_rows(config, wanted))
     per_rank = len(rows) // world_size
     if config.data.val_fraction and config.data.dataset != "synthetic" and not per_rank:
         raise DataError(
@@ -79,6 +87,8 @@ def validation_batches(config: Config, *, rank: int = 0, world_size: int = 1) ->
 def _held_out_rows(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
     if config.data.dataset == "synthetic":
         return [noise(config, VALIDATION, number) for number in range(wanted)]
+    if config.data.dataset == "shards":
+        return held_out_stretches(config, wanted)
     if not config.data.val_fraction:
         return []
     return rows_of(held_out_tokens(config, open_source(config)), config.train.seq_len, wanted)

@@ -30,7 +30,13 @@ class Source(Protocol):
     @property
     def identity(self) -> list[list[str | int]]: ...
 
-    def read(self, file: int, start: int = 0) -> Iterator[Record]: ...
+    def read(self, file: int, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """Records with their numbers, which ascend but may leave gaps."""
+        ...
+
+    def place(self, file: int, number: int) -> str:
+        """Where a record is, for a person."""
+        ...
 
 
 class Cursor(NamedTuple):
@@ -88,8 +94,11 @@ class DocumentOrder:
         """Held-out documents in the order of the files."""
         for file in range(len(self.source.names)):
             for _, document in self.documents(file):
-                if document.hash < self.held_out_below:
+                if self.is_held_out(document):
                     yield document
+
+    def is_held_out(self, document: Document) -> bool:
+        return document.hash < self.held_out_below
 
     def _windows_of_epoch(self, start: Cursor) -> Iterator[Window]:
         documents: list[Document] = []
@@ -111,15 +120,15 @@ class DocumentOrder:
         for file in range(start.file, len(files)):
             first = start.record if file == start.file else 0
             for number, document in self.documents(int(files[file]), first):
-                if document.hash >= self.held_out_below:
+                if not self.is_held_out(document):
                     yield Cursor(start.epoch, file, number + 1), document
 
     def documents(self, file: int, start: int = 0) -> Iterator[tuple[int, Document]]:
         """Number and text of each document of one file; what is unreadable is counted, or stops us."""
-        for number, record in enumerate(self.source.read(file, start), start):
+        for number, record in self.source.read(file, start):
             document = _document(record) if isinstance(record, bytes) else record
             if isinstance(document, BadRecord):
-                self._note_bad(f"{self.source.names[file]}:{number + 1}: {document.reason}")
+                self._note_bad(f"{self.source.place(file, number)}: {document.reason}")
             elif document:
                 yield number, document
             else:

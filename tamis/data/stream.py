@@ -1,7 +1,7 @@
 """Samples from streamed documents: documents are dealt to lanes, each lane is one endless packed row of tokens.
 
 Sample n comes from lane n % lanes and rank r serves the samples n ≡ r modulo the world size, so a rank tokenises
-only the documents of its own lanes, and the global order is the same for every world size that divides the number of lanes.
+only the documents of its own lanes, and the global order is the same for every world size that divides the lanes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tamis.config import Config
-from tamis.data.errors import DataError
+from tamis.data.errors import DataError, end_of_data
 from tamis.data.order import Cursor, Document, DocumentOrder, Source, Window, held_out_below
-from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for
+from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Lane:
 
     def tokenize_next(self, tokenizer: Tokenizer) -> None:
         number, text = self.waiting.popleft()
-        ids = np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(text)])
+        ids = with_end_of_text(tokenizer, text)
         if not self.tokens and number > self.document:  # the document we were to begin in holds nothing for us
             self.document, self.offset = number, 0
         self.tokens.append((number, ids))
@@ -124,7 +124,7 @@ class StreamSamples:
         while lane.available <= self.seq_len:
             while not lane.waiting:
                 if next(self._windows, None) is None:
-                    raise DataError(self._end_message(number))
+                    raise self._end(number)
             lane.tokenize_next(self.tokenizer)
         return lane.take(self.seq_len)
 
@@ -149,16 +149,13 @@ class StreamSamples:
             self._deals.popleft()
         return self._deals[0]
 
-    def _end_message(self, number: int) -> str:
+    def _end(self, number: int) -> DataError:
         if number < self._lanes:
-            return (
+            return DataError(
                 f"the data holds too few documents for data.lanes: {self._lanes}; lower data.lanes, "
                 "or set data.epochs: null to go over the data again and again"
             )
-        return (
-            f"the data ended after {number:,} samples of {self.seq_len} tokens ({self.epochs} epochs): add data, lower "
-            "train.steps, or raise data.epochs (null: without end)"
-        )
+        return end_of_data(number, self.seq_len, self.epochs)
 
 
 def merge_stream_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,10 +175,10 @@ def check_lanes(config: Config, world_size: int) -> None:
 
 
 def held_out_tokens(config: Config, source: Source) -> Iterator[TokenIds]:
-    """Each held-out document, its end-of-text before it."""
+    """The tokens of each held-out document."""
     tokenizer = tokenizer_for(config.data.tokenizer)
     for document in document_order(config, source).held_out():
-        yield np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(document.text)])
+        yield with_end_of_text(tokenizer, document.text)
 
 
 def _fingerprint(config: Config, source: Source) -> str:

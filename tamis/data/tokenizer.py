@@ -94,6 +94,11 @@ def tokenizer_for(name: str) -> Tokenizer:
     raise DataError(f"data.tokenizer is {name!r}: it must be gpt2 or byte")
 
 
+def with_end_of_text(tokenizer: Tokenizer, text: str) -> TokenIds:
+    """A document's tokens, end-of-text first: it ends the document before and tells the model that a new one begins."""
+    return np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(text)])
+
+
 def _read_ranks(path: Path) -> dict[bytes, int]:
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != GPT2_RANKS_SHA256:

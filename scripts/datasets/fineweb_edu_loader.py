@@ -1,0 +1,27 @@
+"""The loader alone, with the exact config of a run: first batch time, ids in range, lengths, throughput.
+
+Example: python scripts/datasets/fineweb_edu_loader.py --config configs/m7c_125m_80g.yaml --batches 20
+"""
+
+import argparse
+import sys
+
+from tamis.config import ConfigError, load_config
+from tamis.data.check import check
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--batches", type=int, default=10, help="how many batches to fetch")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        parser.error(str(error))
+    return check(config, arguments.batches, show_text=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

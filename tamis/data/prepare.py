@@ -1,0 +1,258 @@
+"""Any document source → token shards: read once, tokenised by several threads, written in order with checksums.
+
+The result does not depend on the number of threads. Killed at any time, the same command goes on after the last pair of
+shards that was finished. (tiktoken works outside Python's lock, so threads are as good as processes here.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tamis.config import Config
+from tamis.data.errors import DataError
+from tamis.data.opening import open_source
+from tamis.data.order import DocumentOrder
+from tamis.data.shards import MANIFEST, Manifest, Shard, Split, read_manifest
+from tamis.data.stream import document_order
+from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
+
+SHARD_TOKENS = 100_000_000  # 200 MB a file
+CHUNK_BYTES = 256 * 1024  # text handed to a thread at a time
+CHUNKS_AHEAD = 4  # per thread
+REPORT_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    files_done: int
+    files: int
+    documents: int
+    tokens: int
+    tokens_per_s: float  # since this command began
+
+    def __str__(self) -> str:
+        return (
+            f"{self.files_done}/{self.files} files, {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.tokens_per_s:,.0f} tok/s"
+        )
+
+
+@dataclass
+class Chunk:
+    """Documents that follow each other, each with its split, and how far the source was read for them."""
+
+    documents: list[tuple[Split, str]]
+    next_file: int
+    next_record: int
+    bad_records: int
+    empty_documents: int
+
+
+Encoded = dict[Split, list[TokenIds]]
+
+
+def prepare(
+    config: Config,
+    out: str | Path,
+    *,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Manifest:
+    """Tokenise the source that `config.data` names into the folder `out`; goes on where an earlier call stopped."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            return _prepare(config, folder, workers or os.cpu_count() or 1, shard_tokens, report)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written ({error}): free space or choose another folder; what is finished is kept, "
+            "and the same command goes on from there"
+        ) from error
+
+
+def _prepare(
+    config: Config, folder: Path, workers: int, shard_tokens: int, report: Callable[[Progress], None]
+) -> Manifest:
+    order = document_order(config, open_source(config))
+    manifest = _begun_manifest(config, order, folder)
+    if manifest.complete:
+        return manifest
+    meter = _Meter(manifest, len(order.source.names), report)
+    pair = ShardPair(folder, manifest)
+    for chunk, encoded in _encoded_chunks(order, manifest, tokenizer_for(manifest.tokenizer), workers):
+        pair.append(encoded)
+        meter.count(encoded, chunk.next_file)
+        if pair.tokens >= shard_tokens:
+            manifest = pair.finish(chunk, complete=False)
+            pair = ShardPair(folder, manifest)
+        last = chunk
+    manifest = pair.finish(last, complete=True)
+    meter.tell()
+    return manifest
+
+
+def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manifest:
+    """The manifest an earlier call left, or a fresh one; another source's shards are not touched."""
+    data = config.data
+    what = [order.source.identity, data.text_column, data.val_fraction]
+    source = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    if not (folder / MANIFEST).exists():
+        return Manifest(data.tokenizer, source, data.val_fraction)
+    manifest = read_manifest(folder)
+    if (manifest.source, manifest.tokenizer) != (source, data.tokenizer):
+        raise DataError(f"{folder} holds shards of another source, split or tokenizer: choose another folder")
+    return manifest
+
+
+def _chunks(order: DocumentOrder, start: Manifest) -> Iterator[Chunk]:
+    """The source's documents from where the manifest stands, in the order of the files; the last one says the end."""
+
+    def chunk(next_file: int, next_record: int) -> Chunk:
+        bad, empty = start.bad_records + order.skipped.bad, start.empty_documents + order.skipped.empty
+        return Chunk(documents, next_file, next_record, bad, empty)
+
+    documents: list[tuple[Split, str]] = []
+    size = 0
+    for file in range(start.next_file, len(order.source.names)):
+        for number, document in order.documents(file, start.next_record if file == start.next_file else 0):
+            documents.append(("val" if order.is_held_out(document) else "train", document.text))
+            size += document.size
+            if size >= CHUNK_BYTES:
+                yield chunk(file, number + 1)
+                documents, size = [], 0
+    yield chunk(len(order.source.names), 0)
+
+
+def _encoded_chunks(
+    order: DocumentOrder, start: Manifest, tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """Chunks with their tokens, in order, while the threads work ahead."""
+    ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="tamis-tokenise") as pool:
+        for chunk in _chunks(order, start):
+            ahead.append((chunk, pool.submit(_encode, tokenizer, chunk)))
+            if len(ahead) > workers * CHUNKS_AHEAD:
+                chunk, future = ahead.popleft()
+                yield chunk, future.result()
+        while ahead:
+            chunk, future = ahead.popleft()
+            yield chunk, future.result()
+
+
+def _encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
+    encoded: Encoded = {"train": [], "val": []}
+    for split, text in chunk.documents:
+        encoded[split].append(with_end_of_text(tokenizer, text))
+    return encoded
+
+
+class ShardPair:
+    """The training and the held-out shard being written; both appear, and enter the manifest, when finished."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        number = sum(shard.split == "train" for shard in manifest.shards)
+        self._folder, self._manifest = folder, manifest
+        self._writers = {split: _ShardWriter(folder, split, number) for split in ("train", "val")}
+
+    @property
+    def tokens(self) -> int:
+        return self._writers["train"].tokens
+
+    def append(self, encoded: Encoded) -> None:
+        for split, documents in encoded.items():
+            for ids in documents:
+                self._writers[split].append(ids)
+
+    def finish(self, chunk: Chunk, *, complete: bool) -> Manifest:
+        shards = [shard for writer in self._writers.values() if (shard := writer.finish())]
+        manifest = replace(
+            self._manifest,
+            complete=complete,
+            next_file=chunk.next_file,
+            next_record=chunk.next_record,
+            bad_records=chunk.bad_records,
+            empty_documents=chunk.empty_documents,
+            shards=self._manifest.shards + shards,
+        )
+        temporary = self._folder / f"{MANIFEST}.tmp"
+        temporary.write_text(manifest.to_json(), encoding="utf-8")
+        _settle(temporary, self._folder / MANIFEST)
+        return manifest
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path, split: Split, number: int) -> None:
+        self.split, self.tokens, self.documents = split, 0, 0
+        self._path = folder / f"{split}-{number:05d}.bin"
+        self._temporary = self._path.with_suffix(".tmp")
+        self._file = self._temporary.open("wb")
+        self._digest = hashlib.sha256()
+
+    def append(self, ids: TokenIds) -> None:
+        content = ids.astype("<u2", copy=False).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self.tokens += len(ids)
+        self.documents += 1
+
+    def finish(self) -> Shard | None:
+        self._file.close()
+        if not self.documents:
+            self._temporary.unlink()
+            return None
+        _settle(self._temporary, self._path)
+        return Shard(self._path.name, self.split, self.tokens, self.documents, self._digest.hexdigest())
+
+
+class _Meter:
+    """Counts what was written and reports it now and then."""
+
+    def __init__(self, manifest: Manifest, files: int, report: Callable[[Progress], None]) -> None:
+        self._tokens = self._before = manifest.count("tokens", "train") + manifest.count("tokens", "val")
+        self._documents = manifest.count("documents", "train") + manifest.count("documents", "val")
+        self._files, self._files_done, self._report = files, manifest.next_file, report
+        self._began = self._reported = time.perf_counter()
+
+    def count(self, encoded: Encoded, files_done: int) -> None:
+        self._files_done = files_done
+        self._tokens += sum(len(ids) for documents in encoded.values() for ids in documents)
+        self._documents += sum(len(documents) for documents in encoded.values())
+        if time.perf_counter() - self._reported >= REPORT_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        self._reported = time.perf_counter()
+        rate = (self._tokens - self._before) / max(self._reported - self._began, 1e-9)
+        self._report(Progress(self._files_done, self._files, self._documents, self._tokens, rate))
+
+
+def _settle(temporary: Path, final: Path) -> None:
+    """Give a written file its name only once its content is on disk."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.replace(final)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is preparing {folder}: wait for it, or choose another folder") from None
+        yield

@@ -1,0 +1,192 @@
+"""Prepared token shards: memory-mapped uint16 files with a manifest, read as one long row of tokens in any order.
+
+Sample i of a pass is a fixed stretch of that row; each pass visits all of them in its own shuffled order, so a position
+is nothing but the number of samples used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tamis.config import Config
+from tamis.data.errors import DataError, end_of_data
+from tamis.data.order import shuffled
+from tamis.data.tokenizer import TokenIds
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+Split = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    split: Split
+    tokens: int
+    documents: int
+    sha256: str
+
+
+@dataclass
+class Manifest:
+    """What a folder of shards holds; while it is being made, also how far the source was read."""
+
+    tokenizer: str
+    source: str  # fingerprint of the source's files and of the split
+    val_fraction: float
+    dtype: str = "uint16"
+    format: int = FORMAT
+    complete: bool = False
+    next_file: int = 0
+    next_record: int = 0
+    bad_records: int = 0
+    empty_documents: int = 0
+    shards: list[Shard] = field(default_factory=list)
+
+    def count(self, what: Literal["tokens", "documents"], split: Split) -> int:
+        return sum(getattr(shard, what) for shard in self.shards if shard.split == split)
+
+    def to_json(self) -> str:
+        totals = {
+            f"{split}_{what}": self.count(what, split) for split in ("train", "val") for what in ("tokens", "documents")
+        }
+        return json.dumps({**asdict(self), **totals}, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise DataError(
+                f"{path} has format {content['format']}, this version reads {FORMAT}: prepare the data again"
+            )
+        shards = [Shard(**shard) for shard in content.pop("shards")]
+        known = {name: value for name, value in content.items() if name in Manifest.__dataclass_fields__}
+        return Manifest(**known, shards=shards)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: make it with `tamis data prepare`, or set data.local_path") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): prepare the data again") from error
+
+
+class TokenRow:
+    """All tokens of one split, as if they were one array."""
+
+    def __init__(self, folder: Path, manifest: Manifest, split: Split) -> None:
+        self._maps = [_mapped(folder, shard) for shard in manifest.shards if shard.split == split and shard.tokens]
+        self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._maps else 0
+
+    def stretch(self, start: int, count: int) -> npt.NDArray[np.int32]:
+        pieces = []
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        start -= int(self._ends[index - 1]) if index else 0
+        while count and index < len(self._maps):
+            piece = self._maps[index][start : start + count]
+            pieces.append(piece)
+            count -= len(piece)
+            index, start = index + 1, 0
+        return np.concatenate(pieces).astype(np.int32)
+
+
+class ShardSamples:
+    """This rank's samples of a folder of shards."""
+
+    is_synthetic = False
+
+    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        folder, manifest = open_folder(config)
+        self.rank, self.world_size = rank, world_size
+        self.seq_len, self.seed, self.epochs = config.train.seq_len, config.train.seed, config.data.epochs
+        self._row = TokenRow(folder, manifest, "train")
+        self._per_epoch = max(0, len(self._row) - 1) // self.seq_len
+        if not self._per_epoch:
+            raise DataError(
+                f"{folder} holds {len(self._row)} training tokens, too few for train.seq_len {self.seq_len}"
+            )
+        self.fingerprint = _fingerprint(manifest, config)
+        self.description = (
+            f"shards: {len(self._row):,} training tokens in {folder}, {manifest.tokenizer} tokens, "
+            f"{self._per_epoch:,} samples a pass"
+        )
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._next = rank
+
+    def take(self, count: int) -> npt.NDArray[np.int32]:
+        """The next `count` samples of this rank, [count, seq_len + 1]."""
+        rows = [self._sample(self._next + i * self.world_size) for i in range(count)]
+        self._next += count * self.world_size
+        return np.stack(rows)
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "shards", "fingerprint": self.fingerprint, "samples": self._next - self.rank}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._next = state["samples"] + self.rank
+
+    def _sample(self, number: int) -> npt.NDArray[np.int32]:
+        epoch, index = divmod(number, self._per_epoch)
+        if epoch != self._epoch:
+            if self.epochs is not None and epoch >= self.epochs:
+                raise end_of_data(number, self.seq_len, epoch)
+            self._epoch, self._order = epoch, shuffled(self._per_epoch, self.seed, epoch)
+        return self._row.stretch(int(self._order[index]) * self.seq_len, self.seq_len + 1)
+
+
+def open_folder(config: Config) -> tuple[Path, Manifest]:
+    """The folder of `data.local_path` and its manifest, finished and of the tokenizer asked for."""
+    folder = Path(str(config.data.local_path))
+    manifest = read_manifest(folder)
+    if not manifest.complete:
+        raise DataError(
+            f"{folder} is not finished: run the same `tamis data prepare` again, it goes on where it stopped"
+        )
+    if manifest.tokenizer != config.data.tokenizer:
+        raise DataError(f"{folder} holds {manifest.tokenizer} tokens: set data.tokenizer to {manifest.tokenizer}")
+    return folder, manifest
+
+
+def held_out_stretches(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
+    """The first samples of the held-out shards."""
+    row = TokenRow(*open_folder(config), "val")
+    seq_len = config.train.seq_len
+    count = min(wanted, max(0, len(row) - 1) // seq_len)
+    return [row.stretch(i * seq_len, seq_len + 1) for i in range(count)]
+
+
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the files whose content is not what the manifest says."""
+    return [shard.file for shard in read_manifest(folder).shards if _sha256(folder / shard.file) != shard.sha256]
+
+
+def _mapped(folder: Path, shard: Shard) -> TokenIds:
+    path = folder / shard.file
+    try:
+        tokens = np.memmap(path, np.dtype("<u2"), "r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): prepare the data again") from error
+    if len(tokens) != shard.tokens:
+        raise DataError(f"{path} holds {len(tokens):,} tokens, not {shard.tokens:,}: prepare the data again")
+    return tokens
+
+
+def _fingerprint(manifest: Manifest, config: Config) -> str:
+    what = [[shard.sha256 for shard in manifest.shards], config.train.seq_len, config.train.seed]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _sha256(path: Path) -> str:
+    if not path.exists():
+        return "missing"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
