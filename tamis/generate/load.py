@@ -1,0 +1,146 @@
+"""A trained model from a checkpoint, a run directory or an exported folder, ready to generate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis.config import Config, build_config
+from tamis.data.tokenizer import Tokenizer, tokenizer_for
+from tamis.model import Decoder
+from tamis.run import checkpoints
+from tamis.run.directory import RunDirectory
+
+EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Decoder
+    config: Config
+    tokenizer: Tokenizer
+    step: int
+    source: Path
+
+
+def load_model(
+    path: str | Path,
+    *,
+    expected: Config | None = None,
+    max_len: int | None = None,
+    rope_scale: float | None = None,
+    device: str = "auto",
+    precision: str | None = None,
+) -> LoadedModel:
+    """The model in `path`, a ValueError that says what to change otherwise.
+
+    `expected`: refuse a model of another configuration. `max_len`: longest sequence, by default the trained one.
+    `rope_scale`: positions are divided by this instead of the trained value. `precision`: by default bf16 on a GPU and
+    fp32 on a CPU.
+    """
+    source, weights, tree, step = _read(Path(path))
+    config = build_config(tree)
+    if expected is not None:
+        require_same_model(source, config, expected)
+    if rope_scale is not None:
+        config = build_config({**tree, "model": {**tree["model"], "rope_scale": float(rope_scale)}})
+    model = Decoder(config, max_len=max_len)
+    _fill(model, weights, source)
+    place = device_for(device)
+    to_inference(model, place, precision_for(place, precision))
+    return LoadedModel(model, config, tokenizer_for(config.data.tokenizer), step, source)
+
+
+def to_inference(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    """Weights in `dtype`; the rotary tables stay in float32, where positions of a long context need them."""
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.to(device)
+
+
+def device_for(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but PyTorch sees no GPU: use --device cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
+    return torch.device(name)
+
+
+def precision_for(device: torch.device, name: str | None) -> torch.dtype:
+    name = name or ("bf16" if device.type == "cuda" else "fp32")
+    if name not in DTYPES:
+        raise ValueError(f"precision must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def require_same_model(source: Path, found: Config, expected: Config) -> None:
+    """Refuse when a key that decides what the weights mean differs."""
+    pairs = {
+        f"{section}.{key}": (value, getattr(getattr(expected, section), key))
+        for section in ("model", "nsa")
+        for key, value in getattr(found, section).model_dump().items()
+        if key != "name"
+    }
+    pairs["data.tokenizer"] = (found.data.tokenizer, expected.data.tokenizer)
+    for key, (saved, wanted) in pairs.items():
+        if saved != wanted:
+            raise ValueError(
+                f"{source} is a checkpoint of another config: it has {key}={saved}, the given config has {wanted}; "
+                f"leave --config out, or give the config it was trained with"
+            )
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
+    """Where the weights were found, the weights, the configuration as a tree, and the step."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: give a checkpoint_step….pt, a run directory or an exported folder")
+    if path.is_dir() and (path / EXPORTED_WEIGHTS).exists():
+        return _read_export(path)
+    if path.is_dir():
+        step = checkpoints.latest_valid_checkpoint(path)
+        if step is None:
+            raise ValueError(f"{path} holds no valid checkpoint and no {EXPORTED_WEIGHTS}")
+        path = RunDirectory(path).checkpoint(step)
+    return _read_checkpoint(path)
+
+
+def _read_checkpoint(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
+    checkpoints.require_valid(path)
+    try:  # mapped, so that the optimizer's state is never read
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return path, dict(state["model"]), dict(state["config"]), int(state["step"])
+    except Exception as error:  # whatever a foreign file makes of torch.load; the message keeps its words
+        raise ValueError(f"{path} is not a checkpoint of this trainer: {error!r}") from None
+
+
+def _read_export(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
+    from safetensors.torch import load_file
+
+    try:
+        described = json.loads((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))
+        weights = {name.removeprefix("decoder."): t for name, t in load_file(folder / EXPORTED_WEIGHTS).items()}
+        return folder, weights, described["tamis"], int(described["tamis_step"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} is not a folder that `tamis export` wrote: {error!r}") from None
+
+
+def _fill(model: Decoder, weights: dict[str, Tensor], source: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        differing = sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name))
+        name = differing[0]
+        raise ValueError(
+            f"{source} does not hold the model its config describes: {name} has shape {found.get(name)}, expected "
+            f"{expected.get(name)} ({len(differing)} tensors differ)"
+        )
+    model.load_state_dict(weights)
