@@ -249,8 +249,19 @@ def _check_keys(tree: dict[str, Any]) -> None:
             raise ConfigError(f"{name} must be a section with keys, got {content!r}")
         for key in content:
             if key not in sections[name].model_fields:
-                hint = _nearest(f"{name}.{key}", known_keys())
+                hint = _nearest_key(name, str(key))
                 raise ConfigError(f"unknown key {name}.{key}{hint}; known: {', '.join(sections[name].model_fields)}")
+
+
+def _nearest_key(section: str, wrong: str) -> str:
+    """The same key in another section, else the most similar one: of this section, or of any."""
+    everywhere = {dotted.partition(".")[2]: dotted for dotted in known_keys()}
+    own = {key: dotted for key, dotted in everywhere.items() if dotted.startswith(f"{section}.")}
+    for names in ([wrong] if wrong in everywhere else [], own, everywhere):
+        matches = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+        if matches:
+            return f"; did you mean {everywhere[matches[0]]}?"
+    return ""
 
 
 def _nearest(wrong: str, known: list[str]) -> str:
