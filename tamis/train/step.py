@@ -49,7 +49,7 @@ class TrainStep:
         self._call: Any = torch.compile(self.model) if compiled else self.model
 
     def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        with self._autocast():
+        with autocast(self.config, self.device):
             return self._call(tokens_BS1)  # type: ignore[no-any-return]
 
     def __call__(self, tokens_ABS1: np.ndarray, number: int) -> StepResult:
@@ -74,8 +74,8 @@ class TrainStep:
             tokens = tokens.pin_memory()
         return tokens.to(self.device, non_blocking=True).long()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = COMPUTE_DTYPE[self.config.runtime.precision]
-        if dtype is torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype)
+
+def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Compute in the configured precision; the weights stay fp32."""
+    dtype = COMPUTE_DTYPE[config.runtime.precision]
+    return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
