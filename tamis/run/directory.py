@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 class RunDirectory:
     """The names of the files under one OUT directory; nothing is created before `create()`."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def create(self) -> RunDirectory:
@@ -75,7 +76,13 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
+        """Held by the supervisor."""
         return self.path / ".lock"
+
+    @property
+    def trainer_lock(self) -> Path:
+        """Held by rank 0 of the trainer, supervised or not: never two trainers in one directory."""
+        return self.path / ".trainer_lock"
 
     def heartbeat(self, rank: int) -> Path:
         return self.path / f"heartbeat_rank{rank}.jsonl"

@@ -49,6 +49,7 @@ class Heartbeat:
     grad_norm: float | None = None  # before clipping
     dt_step_s: float | None = None
     dt_fetch_s: float | None = None  # how long this step waited for its batch
+    dt_forward_s: float | None = None  # forward passes only: before any collective, so a slow rank shows here
     dt_fetch_p50_s: float | None = None
     dt_fetch_p95_s: float | None = None
     gpu_mem_alloc_gib: float | None = None

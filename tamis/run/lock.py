@@ -11,6 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
+
+ProcessState = Literal["running", "stopped", "dead", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """The process that has this pid now; start time 0 when there is none."""
-        return cls(pid, _start_time(pid) or 0)
+        return cls(pid, _state_and_start(pid)[1])
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
@@ -34,7 +37,16 @@ class ProcessId:
         return f"{self.pid}:{self.started}"
 
     def is_alive(self) -> bool:
-        return self.started != 0 and _start_time(self.pid) == self.started
+        return self.state() in ("running", "stopped")
+
+    def state(self) -> ProcessState:
+        """`unknown` when it was never seen here: a process of another machine or container."""
+        if self.started == 0:
+            return "unknown"
+        letter, started = _state_and_start(self.pid)
+        if started != self.started or letter in "ZX":  # a zombie has ended
+            return "dead"
+        return "stopped" if letter in "Tt" else "running"
 
     def send(self, number: int) -> None:
         """Signal the process if it is still the same one."""
@@ -43,13 +55,13 @@ class ProcessId:
                 os.kill(self.pid, number)
 
 
-def _start_time(pid: int) -> int | None:
-    """None when there is no such process, or only its zombie is left."""
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """The kernel's letter for the process's state and its start time; ("X", 0) when there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return "X", 0
+    return fields[0], int(fields[19])
 
 
 class RunLocked(RuntimeError):
@@ -69,11 +81,16 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
-            raise RunLocked(self._refusal()) from None
+            raise RunLocked(self.refusal()) from None
         self._descriptor = descriptor
+        self.sign(purpose)
+
+    def sign(self, purpose: str) -> None:
+        """Name this process as the owner; again after a fork, which shares the lock."""
+        assert self._descriptor is not None
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "purpose": purpose, "since": time.time()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(owner).encode() + b"\n", 0)
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes lock two files of the same name."""
@@ -82,6 +99,22 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def is_held(self) -> bool:
+        """By any process, this one included."""
+        if self._descriptor is not None:
+            return True
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def owner(self) -> dict[str, object] | None:
         """Who holds the lock, or held it when it died; None when it was released."""
         try:
@@ -89,7 +122,7 @@ class RunLock:
         except (OSError, ValueError):
             return None
 
-    def _refusal(self) -> str:
+    def refusal(self) -> str:
         owner = self.owner() or {}
         return (
             f"{self.path.parent} belongs to a running {owner.get('purpose', 'process')} "

@@ -24,11 +24,18 @@ LOOK_EVERY_S = 0.5
 SUPERVISOR_VARIABLE = "TAMIS_SUPERVISOR"  # pid and start time of the supervisor, set for its workers
 
 
+def echo_window_s() -> float:
+    """`pkill -f` reaches torchrun and its workers, and torchrun passes its own on: that TERM is the first one again."""
+    return 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+
 class Sidecar:
     def __init__(self, run: RunDirectory, rank: int, worker: ProcessId, raw: Path) -> None:
         self.run, self.rank, self.worker, self.raw = run, rank, worker, raw
         self.supervisor = ProcessId.parse(os.environ.get(SUPERVISOR_VARIABLE, ""))
-        self.kill_at: float | None = None  # monotonic; set by the first TERM or INT
+        self.asked_at = 0.0  # monotonic; when the first TERM or INT came
+        self.kill_at: float | None = None
+        self.own_term_pending = False  # we sent a TERM that will be reported to us as any other
         self.raw_read = 0
 
     def watch(self) -> None:
@@ -47,8 +54,13 @@ class Sidecar:
         if number == signal.SIGUSR1:
             self.dump()
         elif number in (signal.SIGTERM, signal.SIGINT):
-            patience = TERM_DEADLINE_S if self.kill_at is None else SECOND_TERM_DEADLINE_S
-            self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + patience)
+            now = time.monotonic()
+            if self.own_term_pending:
+                self.own_term_pending = False
+            elif self.kill_at is None:
+                self.asked_at, self.kill_at = now, now + TERM_DEADLINE_S
+            elif now - self.asked_at >= echo_window_s():
+                self.kill_at = min(self.kill_at, now + SECOND_TERM_DEADLINE_S)
 
     def dump(self) -> None:
         time.sleep(0.1)  # faulthandler writes in the same signal handler that woke us
@@ -59,7 +71,9 @@ class Sidecar:
         """A worker nobody supervises would train on unseen, and collide with the next launch."""
         if self.supervisor and self.kill_at is None and not self.supervisor.is_alive():
             self.say(f"the supervisor is gone: asking rank {self.rank} to save and leave")
-            self.kill_at = time.monotonic() + TERM_DEADLINE_S
+            self.asked_at = time.monotonic()
+            self.kill_at = self.asked_at + TERM_DEADLINE_S
+            self.own_term_pending = True
             self.worker.send(signal.SIGTERM)
 
     def enforce_deadline(self) -> None:

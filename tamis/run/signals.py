@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from types import FrameType
 from typing import Literal
 
@@ -16,9 +18,10 @@ from tamis.run import stackdump
 from tamis.run.directory import RunDirectory
 from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
-from tamis.run.sidecar import SUPERVISOR_VARIABLE
+from tamis.run.sidecar import SUPERVISOR_VARIABLE, echo_window_s
 
 StopReason = Literal["halt", "term", "int"]
+LEAVE_AFTER_S = 22.0  # from TERM to leaving without a new checkpoint; the sidecar kills two seconds later
 EXIT_CODE_OF = {
     "halt": ExitCode.HALTED,
     "term": ExitCode.PREEMPTED,
@@ -37,6 +40,7 @@ class StopSignals:
         self._rank = rank
         self._halt = HaltFile(run.halt) if rank == 0 else None
         self._signalled: StopReason | None = None
+        self._signalled_at = 0.0
         signal.signal(signal.SIGTERM, self._on_stop)
         signal.signal(signal.SIGINT, self._on_stop)
         signal.signal(signal.SIGHUP, self._on_hangup)
@@ -55,11 +59,22 @@ class StopSignals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is not None:
+            if time.monotonic() - self._signalled_at < echo_window_s():
+                return
             os.write(2, b"second signal: leaving at once, the last checkpoint stands\n")
             os._exit(ExitCode.PREEMPTED)
         self._signalled = "term" if number == signal.SIGTERM else "int"
+        self._signalled_at = time.monotonic()
         name = signal.Signals(number).name
         os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and leaving\n".encode())
+        deadline = threading.Timer(LEAVE_AFTER_S, self._leave_without_saving)
+        deadline.daemon = True
+        deadline.start()
+
+    def _leave_without_saving(self) -> None:
+        """In a thread: the step may wait for data, for another rank or for a compiler, and never reach its end."""
+        os.write(2, f"rank {self._rank}: no step boundary in time, leaving; the last checkpoint stands\n".encode())
+        os._exit(ExitCode.PREEMPTED)
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
         """Writing to a terminal that is gone fails, and would end the run the operator left alone."""

@@ -1,0 +1,28 @@
+#!/usr/bin/env python
+"""Watch a run and halt it when it stalls, slows down or stops learning: python scripts/_watchdog.py --dir OUT --halt 1"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # works from a checkout that is not installed
+
+from tamis.run.watch import limits_of, watch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True, help="the run directory, train.out_dir")
+    parser.add_argument("--halt", type=int, choices=(0, 1), default=1, help="1: halt on an alarm; 0: only report")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks")
+    parser.add_argument("--stall-floor", type=float, help="never suspect a silence shorter than these seconds")
+    arguments = parser.parse_args()
+    limits = limits_of(arguments.dir)
+    if arguments.stall_floor is not None:
+        limits = dataclasses.replace(limits, floor_s=arguments.stall_floor)
+    return watch(arguments.dir, halt=bool(arguments.halt), look_every_s=arguments.interval, limits=limits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The processes of one attempt at a run: started in their own session, their output streamed to screen and log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tamis.run.lock import ProcessId
+from tamis.run.sidecar import SUPERVISOR_VARIABLE
+
+FOUND_BY = "scripts/train_showcase.py"  # operators stop and inspect runs with pkill -f and pgrep -f of this name
+CHUNK = 4096  # what a pipe takes without blocking once it is writable
+
+
+def trainer_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
+    """How the trainer is started: by python alone, or by torchrun when there are several processes."""
+    worker = [sys.executable, "-u", "-X", FOUND_BY, "-m", "tamis.train.main", "--config", str(config_yaml)]
+    worker += ["--resume", str(checkpoint)] if checkpoint else []
+    if processes == 1:
+        return worker
+    torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [*torchrun, "--no-python", *worker]
+
+
+class Screen:
+    """Standard output that can go away, or stand still, without holding up the training behind it."""
+
+    def __init__(self) -> None:
+        self._is_there = True
+
+    def write(self, data: bytes) -> None:
+        for start in range(0, len(data), CHUNK):
+            self._write(data[start : start + CHUNK])
+
+    def say(self, message: str) -> None:
+        self.write(message.encode() + b"\n")
+
+    def _write(self, chunk: bytes) -> None:
+        try:
+            if self._is_there and select.select([], [1], [], 0)[1]:  # a frozen terminal loses lines, the log does not
+                os.write(1, chunk)
+        except OSError:
+            self._is_there = False
+
+
+class Workers:
+    def __init__(self, command: Sequence[str], log: Path, screen: Screen) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
+        }
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops the workers in order
+        )
+        self._reader = threading.Thread(target=self._stream, args=(log, screen), daemon=True)
+        self._reader.start()
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self.process.poll()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def send(self, number: int) -> None:
+        """TERM goes to the process we started, which hands it on; KILL goes to everything it has started."""
+        for process in self._everything() if number == signal.SIGKILL else [self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                process.send_signal(number)
+
+    def close(self) -> None:
+        """Wait for the last output; a helper that still holds the pipe is not waited for."""
+        self.process.wait()
+        self._reader.join(timeout=5.0)
+
+    def _everything(self) -> list[psutil.Process]:
+        try:
+            parent = psutil.Process(self.process.pid)
+            return [*parent.children(recursive=True), parent]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _stream(self, log: Path, screen: Screen) -> None:
+        assert self.process.stdout is not None
+        source = self.process.stdout.fileno()
+        with open(log, "ab", buffering=0) as file:
+            while data := os.read(source, 1 << 16):
+                screen.write(data)
+                with contextlib.suppress(OSError):  # a full disk costs the log, not the run
+                    file.write(data)
