@@ -1,4 +1,4 @@
-"""The configuration is strict: what it accepts it means, and what it refuses it names, with the nearest key there is."""
+"""The configuration is strict: what it accepts it means; what it refuses it names, with the nearest key there is."""
 
 import os
 import re
