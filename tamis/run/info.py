@@ -32,6 +32,7 @@ def describe_run(
     gpus: Sequence[Gpu],
     processes: int,
     command: Sequence[str],
+    estimate_toks_per_s: float | None = None,  # of this very config on this machine, measured by a short probe
     repository: Path | None = None,
 ) -> dict[str, Any]:
     """All fields of run.info. The ETA stays unknown here: nothing has been measured yet."""
@@ -61,6 +62,7 @@ def describe_run(
         "steps": config.train.steps,
         "tokens_per_step": tokens_per_step,
         "tokens_planned": tokens_per_step * config.train.steps,
+        "estimate_toks_per_s": estimate_toks_per_s,
         "eta": ETA_UNKNOWN,
     }
 

@@ -1,0 +1,85 @@
+"""Criteria on how a run went as an operation: alarms, errors in the log, length, resumption. From artifacts alone."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from tamis.run.evidence import Evidence
+from tamis.run.findings import Finding, failed, judged, not_measured, passed, utc
+from tamis.run.heartbeat import Heartbeat
+
+PILOT_HOURS = 2.0
+ERRORS_IN_LOG = re.compile(
+    r"CUDA error|CUDA out of memory|OutOfMemoryError|NCCL error|ncclSystemError|ncclUnhandledCudaError|DistBackendError"
+)
+
+
+def no_alarms(evidence: Evidence) -> Finding:
+    """The watchdog saw nothing that made it stop the run."""
+    if not evidence.events:
+        return not_measured("no events.jsonl: nobody watched this run")
+    alarms = [event for event in evidence.events if _severity(event) in ("halt", "stall")]
+    if alarms:
+        return failed(f"{alarms[0]['event']} at {utc(alarms[0]['ts'])}: {alarms[0]['reason']}", at=alarms[0]["ts"])
+    return passed(f"{len(evidence.events)} events, no alarm among them", evidence.events[-1]["ts"])
+
+
+def watchdog_was_on(evidence: Evidence) -> Finding:
+    watchers = sorted({str(event.get("by")) for event in evidence.events} & {"supervisor", "watchdog"})
+    if not watchers:
+        return failed("no supervisor or watchdog wrote to events.jsonl")
+    return passed(f"{' and '.join(watchers)} wrote {len(evidence.events)} events", evidence.events[0]["ts"])
+
+
+def started_without_errors(evidence: Evidence) -> Finding:
+    if not evidence.last_beat:
+        return failed("no heartbeat was written")
+    bad = next((beat for beats in evidence.beats.values() for beat in beats if beat.phase == "failed"), None)
+    if bad:
+        return failed(f"rank {bad.rank} failed at step {bad.step}: {bad.detail or 'no detail'}", at=bad.ts)
+    return judged(evidence.last_step > 0, f"{evidence.last_step} steps and no failed phase", evidence.last_beat.ts)
+
+
+def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
+    try:
+        lines = evidence.directory.train_log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return not_measured("there is no train.log")
+    bad = next((line.strip() for line in lines if ERRORS_IN_LOG.search(line)), None)
+    return failed(f"train.log: {bad[:160]}") if bad else passed(f"none in {len(lines)} lines of train.log")
+
+
+def ran_long_enough(evidence: Evidence) -> Finding:
+    hours = trained_hours(evidence)
+    if hours is None:
+        return failed("no step was finished")
+    return judged(hours >= PILOT_HOURS, f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}")
+
+
+def trained_hours(evidence: Evidence) -> float | None:
+    """From the first finished step to the last, pauses between two processes left out."""
+    ends = evidence.step_ends.get(0, [])
+    if not ends:
+        return None
+    return sum(b.ts - a.ts for a, b in pairwise(ends) if a.pid == b.pid) / 3600
+
+
+def resume_succeeded(evidence: Evidence) -> Finding:
+    """A later process went on after the steps of an earlier one, and did not start again at step 1."""
+    firsts = _first_steps_by_process(evidence.step_ends.get(0, []))
+    later = [beat for beat in firsts[1:] if beat.step > 1]
+    if later:
+        return passed(f"a new process went on at step {later[-1].step}", later[-1].ts)
+    if len(firsts) > 1:
+        return failed(f"{len(firsts)} processes, each began at step 1")
+    return not_measured("this run was never interrupted and resumed")
+
+
+def _first_steps_by_process(ends: list[Heartbeat]) -> list[Heartbeat]:
+    return [beat for before, beat in pairwise([None, *ends]) if beat and (before is None or before.pid != beat.pid)]
+
+
+def _severity(event: dict[str, object]) -> object:
+    details = event.get("evidence")
+    return details.get("severity") if isinstance(details, dict) else None

@@ -1,0 +1,88 @@
+"""gpu_usage.csv: memory and utilisation of every GPU, sampled beside a run so that it can be judged afterwards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tamis.run.directory import RunDirectory
+from tamis.run.hardware import Gpu, read_gpus
+
+HEADER = "ts,gpu,used_mib,total_mib,utilisation_percent"
+MAX_BYTES = 32 << 20  # two days of 8 GPUs at one sample in five seconds; then the older half makes room
+
+
+@dataclass(frozen=True)
+class UsageSample:
+    ts: float
+    gpu: int
+    used_mib: int
+    total_mib: int
+    utilisation_percent: int | None
+
+
+def usage_csv(directory: RunDirectory) -> Path:
+    return directory.path / "gpu_usage.csv"
+
+
+@contextmanager
+def recorded_usage(
+    directory: RunDirectory, *, every_s: float = 5.0, read: Callable[[], Sequence[Gpu]] = read_gpus
+) -> Iterator[None]:
+    """Sample in a background thread while the block runs. Without a GPU there is nothing to write."""
+    stop = threading.Event()
+    sampler = threading.Thread(target=_sample_until, args=(stop, usage_csv(directory), every_s, read), daemon=True)
+    sampler.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        sampler.join()
+
+
+def read_usage(path: Path) -> list[UsageSample]:
+    """All complete samples; no file is no samples."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[1:-1]
+    except FileNotFoundError:
+        return []
+    return [sample for sample in map(_parse, lines) if sample]
+
+
+def _sample_until(stop: threading.Event, path: Path, every_s: float, read: Callable[[], Sequence[Gpu]]) -> None:
+    while not stop.wait(every_s):
+        if gpus := read():
+            _append(path, gpus)
+
+
+def _append(path: Path, gpus: Sequence[Gpu]) -> None:
+    if not path.parent.is_dir():
+        return
+    if path.exists() and path.stat().st_size > MAX_BYTES:
+        _drop_older_half(path)
+    rows = "".join(_row(time.time(), gpu) for gpu in gpus)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(rows if file.tell() else f"{HEADER}\n{rows}")
+
+
+def _row(now: float, gpu: Gpu) -> str:
+    utilisation = "" if gpu.utilisation_percent is None else gpu.utilisation_percent
+    return f"{now:.1f},{gpu.index},{gpu.used_mib},{gpu.total_mib},{utilisation}\n"
+
+
+def _drop_older_half(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([f"{HEADER}\n", *lines[len(lines) // 2 :]]), encoding="utf-8")
+
+
+def _parse(line: str) -> UsageSample | None:
+    try:
+        ts, gpu, used, total, utilisation = line.split(",")
+        percent = int(utilisation) if utilisation else None
+        return UsageSample(float(ts), int(gpu), int(used), int(total), percent)
+    except ValueError:
+        return None
