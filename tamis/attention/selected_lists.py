@@ -9,6 +9,7 @@ by chunk, because what they keep per pair would not fit for all tokens at once. 
 Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most `ITEM` tokens.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -216,7 +217,7 @@ def _cut_lists(
         first_item = used + tl.cumsum(wanted, 0) - wanted
         tl.store(list_first + chunk * lists + list_id, first_item, mask=exists)
         tl.store(list_items + chunk * lists + list_id, wanted, mask=exists)
-        for part in range(0, tl.max(wanted, 0)):
+        for part in range(tl.max(wanted, 0)):
             real = part < wanted
             tl.store(item_list + first_item + part, list_id, mask=real)
             tl.store(item_start + first_item + part, start + part * ITEM, mask=real)

@@ -7,9 +7,8 @@ Rows of a tile are tokens × heads of the group: six heads × 21 tokens fill 126
 Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -17,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.selected_lists import Chunk, Layout, chunks_of_pairs
+from tamis.attention.selected_rows import LOG2E, config, key_tiles, load_rows, store_rows
 from tamis.attention.spec import NSASpec
-
-LOG2E = math.log2(math.e)
-MOST_KEYS = 128  # keys at hand at once; longer blocks are walked in several parts
+from tamis.attention.tiles import padded, precision
 
 
 def forward(
@@ -31,7 +29,7 @@ def forward(
     layout = Layout.of(ids_BSGn, spec, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts = sizes["SUB"]
-    rows, warps, stages = _forward_config(q_BSHD, sizes)
+    settings = _forward_config(q_BSHD, sizes)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
@@ -42,7 +40,7 @@ def forward(
         _forward_items[(layout.items_per_chunk, parts)](
             q_BSHD, k_BSGD, v_BSGD, part_out, part_lse, *_item_arguments(lists, layout), scale,
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
-            **sizes, ROWS=rows, num_warps=warps, num_stages=stages,
+            **sizes, **settings,
         )  # fmt: skip
         merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
         _merge_outputs[_merge_grid(layout, merge_rows, sizes["R"])](
@@ -72,7 +70,7 @@ def backward(
     layout = Layout.of(ids_BSGn, spec, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
-    rows, warps, stages = _backward_config(q_BSHD, sizes)
+    settings = _backward_config(q_BSHD, sizes)
     device = q_BSHD.device
     dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
     dv = torch.empty_like(dk)
@@ -83,12 +81,13 @@ def backward(
     part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
     part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
     scale = dim**-0.5
+    statistics = _gather_statistics(lse_BHS, delta_BHS, gates_BSH)
     for lists in chunks_of_pairs(ids_BSGn, layout):
         _backward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gates_BSH, lse_BHS, delta_BHS, part_dq, part_dkv[0], part_dkv[1],
+            q_BSHD, k_BSGD, v_BSGD, dout_BSHD, statistics, lse_BHS.numel(), part_dq, part_dkv[0], part_dkv[1],
             *_item_arguments(lists, layout), scale * LOG2E,
-            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3], *gates_BSH.stride(),
-            **sizes, ROWS=rows, num_warps=warps, num_stages=stages,
+            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3],
+            **sizes, **settings,
         )  # fmt: skip
         merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
         _merge_query_gradients[_merge_grid(layout, merge_rows, sizes["R"])](
@@ -105,34 +104,57 @@ def backward(
     return dk, dv
 
 
+def _gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) -> Tensor:
+    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them."""
+    batch, heads, tokens = lse_BHS.shape
+    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
+    _transpose_statistics[(triton.cdiv(tokens, 64), batch)](
+        lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
+        H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
+    )  # fmt: skip
+    return statistics
+
+
 def _sizes(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, int | str]:
     """Compile-time sizes: keys at hand BN (a power of two), SUB such tiles per block, padded head dim BD."""
     heads, dim = q_BSHD.shape[2:]
-    keys = min(MOST_KEYS, max(16, triton.next_power_of_2(spec.l_sel)))
+    keys, parts = key_tiles(spec)
     return {
         "G": layout.groups,
         "R": heads // layout.groups,
         "N": layout.slots,
         "L_SEL": spec.l_sel,
-        "SUB": -(-spec.l_sel // keys),
+        "SUB": parts,
         "BN": keys,
         "D": dim,
-        "BD": max(16, triton.next_power_of_2(dim)),
-        "PRECISION": "ieee" if q_BSHD.dtype == torch.float32 else "tf32",
+        "BD": padded(dim),
+        "PRECISION": precision(q_BSHD.dtype),
+        "OFFSET": _offset_type(q_BSHD, layout, parts),
     }
 
 
-def _forward_config(q_BSHD: Tensor, sizes: dict) -> tuple[int, int, int]:
+def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
+    """Offsets from a segment's first token take 32 bits (half the registers) unless the segment is very long."""
+    heads, dim = q_BSHD.shape[2:]
+    _, token_stride, head_stride, _ = (abs(stride) for stride in q_BSHD.stride())
+    reach = max(
+        layout.segment * layout.slots * parts * (heads // layout.groups) * dim,
+        layout.segment * max(token_stride, heads * dim) + heads * head_stride,
+    )
+    return tl.int32 if reach < 2**31 else tl.int64
+
+
+def _forward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
     """Rows per tile, warps and pipeline stages."""
     if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
-        return max(32, triton.next_power_of_2(sizes["R"])), 4, 1
-    return 128, 4 if sizes["BD"] <= 64 else 8, 3
+        return config(max(32, triton.next_power_of_2(sizes["R"])), 4, 1)
+    return config(128, 4 if sizes["BD"] <= 64 else 8, 3)
 
 
-def _backward_config(q_BSHD: Tensor, sizes: dict) -> tuple[int, int, int]:
+def _backward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
     if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
-        return max(32, triton.next_power_of_2(sizes["R"])), 4, 1
-    return (128, 4, 2) if sizes["BD"] <= 64 else (64, 4, 2)
+        return config(max(32, triton.next_power_of_2(sizes["R"])), 4, 1)
+    return config(128, 8, 2) if sizes["BD"] <= 64 else config(64, 8, 2)
 
 
 def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
@@ -144,21 +166,6 @@ def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
 
 def _merge_grid(layout: Layout, rows: int, heads: int) -> tuple[int, int]:
     return triton.cdiv(layout.segment, rows // heads), layout.segments_per_chunk * layout.groups
-
-
-@triton.jit
-def _load_rows(base, offset, live, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of D elements at `offset`; zeros where not live, and in the padding of D."""
-    column = tl.arange(0, BD)
-    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
-    return tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_rows(base, offset, value, live, D: tl.constexpr, BD: tl.constexpr):
-    column = tl.arange(0, BD)
-    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
-    tl.store(base + offset[:, None] + column[None, :], value.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -186,7 +193,7 @@ def _forward_items(
     pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item: softmax over one block's keys alone, for every token of the item; `scale` includes log2(e)."""
     item = tl.program_id(0)
@@ -202,17 +209,20 @@ def _forward_items(
     key = block * L_SEL + in_block
     key_live = (in_block < L_SEL) & (key < tokens)
     key64 = key.to(tl.int64)
-    k_tile = _load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
-    v_tile = _load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+    k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
     last_key = tl.where(key_live, key, tokens)  # keys that do not exist lie behind every token
 
     head = tl.arange(0, ROWS) % R
-    q += sequence * q_b
-    first_pair = segment_group.to(tl.int64) * segment * N
-    for tile in range(0, tl.cdiv(count, ROWS // R)):
+    q += sequence * q_b + first_token.to(tl.int64) * q_s + group * R * q_h
+    first_row = (segment_group.to(tl.int64) * segment * N * SUB + sub) * R
+    part_out += first_row * D
+    part_lse += first_row
+    for tile in range(tl.cdiv(count, ROWS // R)):
         pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
-        q_tile = _load_rows(q, token.to(tl.int64) * q_s + (group * R + head) * q_h, live, D, BD)
+        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
         top = tl.max(s, 1)
@@ -221,8 +231,8 @@ def _forward_items(
         total = tl.sum(p, 1)
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         o = o / tl.where(total == 0.0, 1.0, total)[:, None]
-        row = ((first_pair + pair) * SUB + sub) * R + head
-        _store_rows(part_out, row * D, o, live, D, BD)
+        row = pair.to(OFFSET) * (SUB * R) + head
+        store_rows(part_out, row * D, o, live, D, BD)
         tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
@@ -254,29 +264,45 @@ def _merge_outputs(
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BD), tl.float32)
-    for part in range(0, N * SUB):
+    for part in range(N * SUB):
         used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
         row = (local_token * (N * SUB) + part) * R + head
         part_top = tl.load(part_lse + row, mask=used, other=-float("inf"))
         new_top = tl.maximum(top, part_top)
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         old, new = tl.exp2(top - shift), tl.exp2(part_top - shift)
-        acc = acc * old[:, None] + _load_rows(part_out, row * D, used, D, BD).to(tl.float32) * new[:, None]
+        acc = acc * old[:, None] + load_rows(part_out, row * D, used, D, BD).to(tl.float32) * new[:, None]
         total = total * old + new
         top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    _store_rows(out, ((sequence * tokens + token) * G * R + group * R + head) * D, acc, live, D, BD)
+    store_rows(out, ((sequence * tokens + token) * G * R + group * R + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + (sequence * G * R + group * R + head) * tokens + token, natural, mask=live)
 
 
+@triton.jit
+def _transpose_statistics(
+    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr
+):
+    sequence = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    head = tl.arange(0, BH)[None, :]
+    live = (token < tokens) & (head < H)
+    source = (sequence * H + head) * tokens + token
+    target = statistics + (sequence * tokens + token) * H + head
+    tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
+    tl.store(target + rows, tl.load(delta + source, mask=live), mask=live)
+    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live)
+    tl.store(target + 2 * rows, gate.to(tl.float32), mask=live)
+
+
 @triton.jit(do_not_specialize=["first_segment"])
 def _backward_items(
-    q, k, v, dout, gates, lse, delta, part_dq, part_dk, part_dv,
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
     pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
-    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h, g_b, g_s, g_h,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item: all five products of the backward pass for one block's keys and the item's tokens.
 
@@ -295,42 +321,43 @@ def _backward_items(
     key = block * L_SEL + in_block
     key_live = (in_block < L_SEL) & (key < tokens)
     key64 = key.to(tl.int64)
-    k_tile = _load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
-    v_tile = _load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+    k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
     last_key = tl.where(key_live, key, tokens)
 
     head = tl.arange(0, ROWS) % R
-    first_row = (sequence * G * R + group * R + head) * tokens
-    first_pair = segment_group.to(tl.int64) * segment * N
-    q += sequence * q_b
-    dout += sequence * o_b
-    gates += sequence * g_b
+    first_token64 = first_token.to(tl.int64)
+    q += sequence * q_b + first_token64 * q_s + group * R * q_h
+    dout += sequence * o_b + first_token64 * o_s + group * R * o_h
+    statistics += (sequence * tokens + first_token64) * (G * R) + group * R
+    part_dq += (segment_group.to(tl.int64) * segment * N * SUB + sub) * R * D
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
-    for tile in range(0, tl.cdiv(count, ROWS // R)):
+    for tile in range(tl.cdiv(count, ROWS // R)):
         pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
-        token64 = token.to(tl.int64)
-        q_head = group * R + head
-        q_tile = _load_rows(q, token64 * q_s + q_head * q_h, live, D, BD)
-        do_tile = _load_rows(dout, token64 * o_s + q_head * o_h, live, D, BD)
-        row_lse = tl.load(lse + first_row + token64, mask=live, other=float("inf")) * 1.4426950408889634
-        row_delta = tl.load(delta + first_row + token64, mask=live, other=0.0)
-        row_gate = tl.load(gates + token64 * g_s + q_head * g_h, mask=live, other=0.0).to(tl.float32)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        p = tl.exp2(s * scale - row_lse[None, :])
-        p = tl.where(last_key[:, None] <= token[None, :], p, 0.0)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-        dv = tl.dot((p * row_gate[None, :]).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        ds = (p * (dp * row_gate[None, :] - row_delta[None, :])).to(q_tile.dtype)
-        dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
-        dq = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION)
-        row = ((first_pair + pair) * SUB + sub) * R + head
-        _store_rows(part_dq, row * D, dq, live, D, BD)
+        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
+        do_tile = load_rows(dout, in_segment * o_s + head * o_h, live, D, BD)
+        row_statistics = statistics + in_segment * (G * R) + head
+        row_lse = tl.load(row_statistics, mask=live, other=float("inf"))
+        row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
+        row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - row_lse[:, None])
+        p = tl.where(last_key[None, :] <= token[:, None], p, 0.0)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        weighted = (p * row_gate[:, None]).to(do_tile.dtype)
+        dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
+        ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
+        dk = tl.dot(tl.trans(ds), q_tile, dk, input_precision=PRECISION)
+        dq = tl.dot(ds, k_tile, input_precision=PRECISION)
+        row = pair.to(OFFSET) * (SUB * R) + head
+        store_rows(part_dq, row * D, dq, live, D, BD)
     row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
     always = tl.full((BN,), True, tl.int1)
-    _store_rows(part_dk, row * D, dk, always, D, BD)
-    _store_rows(part_dv, row * D, dv, always, D, BD)
+    store_rows(part_dk, row * D, dk, always, D, BD)
+    store_rows(part_dv, row * D, dv, always, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -345,15 +372,15 @@ def _merge_query_gradients(
     )
     ids += sequence * i_b + token * i_s + group * i_g
     acc = tl.zeros((ROWS, BD), tl.float32)
-    for part in range(0, N * SUB):
+    for part in range(N * SUB):
         used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
         row = (local_token * (N * SUB) + part) * R + head
-        acc += _load_rows(part_dq, row * D, used, D, BD).to(tl.float32)
+        acc += load_rows(part_dq, row * D, used, D, BD).to(tl.float32)
     acc = acc * scale
     target = sequence * dq_b + token * dq_s + (group * R + head) * dq_h
     if ADD:
-        acc += _load_rows(dq, target, live, D, BD).to(tl.float32)
-    _store_rows(dq, target, acc, live, D, BD)
+        acc += load_rows(dq, target, live, D, BD).to(tl.float32)
+    store_rows(dq, target, acc, live, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -376,15 +403,15 @@ def _merge_key_gradients(
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
     part = index % per_sequence
-    dk_acc = _load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    dv_acc = _load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dk_acc = load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dv_acc = load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
     first = tl.load(list_first + list_id)
     for item in range(first, first + tl.load(list_items + list_id)):
         row = ((item * SUB + sub) * BN + tl.arange(0, BN)).to(tl.int64)
-        dk_acc += _load_rows(part_dk, row * D, live, D, BD)
-        dv_acc += _load_rows(part_dv, row * D, live, D, BD)
+        dk_acc += load_rows(part_dk, row * D, live, D, BD)
+        dv_acc += load_rows(part_dv, row * D, live, D, BD)
     last = part == per_sequence - 1
-    _store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
-    _store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
-    _store_rows(dk, target, dk_acc * scale, live & last, D, BD)
-    _store_rows(dv, target, dv_acc, live & last, D, BD)
+    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dk, target, dk_acc * scale, live & last, D, BD)
+    store_rows(dv, target, dv_acc, live & last, D, BD)
