@@ -41,14 +41,16 @@ class Story:
     ends_now: bool = False  # shift the story so that its last beat is a second old
 
 
-def fabricate(out: Path, story: Story | None = None, **changes) -> RunDirectory:
+def fabricate(out: Path, story: Story | None = None, config: Config | None = None, **changes) -> RunDirectory:
+    """The directory of a run that went as the story says; `config` in place of the story's small one."""
     story = story or Story(**changes)
-    run, config = RunDirectory(out).create(), config_of(out, story)
+    run, config = RunDirectory(out).create(), config or config_of(out, story)
     clock = story.starts_at
     if story.ends_now:
         clock = time.time() - 1 - 20 - (story.steps - story.first_step + 1) * story.step_s
     run.config_yaml.write_text(config.to_yaml())
-    write_info(run.run_info, info_of(config, run, story))
+    if not run.run_info.exists():
+        write_info(run.run_info, info_of(config, run, story))
     run.train_log.write_text("[tamis] starting\n")
     (run.tensorboard).mkdir(exist_ok=True)
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"x" * 64)
