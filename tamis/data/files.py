@@ -152,7 +152,8 @@ def _list_files(path: Path) -> list[Path]:
         raise DataError(f"data.local_path {path} does not exist")
     files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.endswith(known) and not _hidden(f, path))
     if not files:
-        raise DataError(f"data.local_path {path} holds none of {', '.join(known)}")
+        hint = ": set data.dataset to shards" if (path / "manifest.json").exists() else ""
+        raise DataError(f"data.local_path {path} holds none of {', '.join(known)}{hint}")
     return files
 
 

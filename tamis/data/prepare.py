@@ -91,7 +91,8 @@ def _prepare(
         return manifest
     meter = _Meter(manifest, len(order.source.names), report)
     pair = ShardPair(folder, manifest)
-    for chunk, encoded in _encoded_chunks(order, manifest, tokenizer_for(manifest.tokenizer), workers):
+    chunks = _chunks(order, manifest, min(CHUNK_BYTES, shard_tokens))
+    for chunk, encoded in _encoded(chunks, tokenizer_for(manifest.tokenizer), workers):
         pair.append(encoded)
         meter.count(encoded, chunk.next_file)
         if pair.tokens >= shard_tokens:
@@ -116,7 +117,7 @@ def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manif
     return manifest
 
 
-def _chunks(order: DocumentOrder, start: Manifest) -> Iterator[Chunk]:
+def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator[Chunk]:
     """The source's documents from where the manifest stands, in the order of the files; the last one says the end."""
 
     def chunk(next_file: int, next_record: int) -> Chunk:
@@ -129,19 +130,17 @@ def _chunks(order: DocumentOrder, start: Manifest) -> Iterator[Chunk]:
         for number, document in order.documents(file, start.next_record if file == start.next_file else 0):
             documents.append(("val" if order.is_held_out(document) else "train", document.text))
             size += document.size
-            if size >= CHUNK_BYTES:
+            if size >= chunk_bytes:
                 yield chunk(file, number + 1)
                 documents, size = [], 0
     yield chunk(len(order.source.names), 0)
 
 
-def _encoded_chunks(
-    order: DocumentOrder, start: Manifest, tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Chunk, Encoded]]:
+def _encoded(chunks: Iterator[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Chunks with their tokens, in order, while the threads work ahead."""
     ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="tamis-tokenise") as pool:
-        for chunk in _chunks(order, start):
+        for chunk in chunks:
             ahead.append((chunk, pool.submit(_encode, tokenizer, chunk)))
             if len(ahead) > workers * CHUNKS_AHEAD:
                 chunk, future = ahead.popleft()

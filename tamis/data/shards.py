@@ -123,7 +123,10 @@ class ShardSamples:
         self._next = rank
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        """The next `count` samples of this rank, [count, seq_len + 1]."""
+        """The next `count` samples of this rank, [count, seq_len + 1]; at the data's end all ranks fail together."""
+        after = self._next - self.rank + count * self.world_size
+        if self.epochs is not None and after > self._per_epoch * self.epochs:
+            raise end_of_data(self._next - self.rank, self.seq_len, self.epochs)
         rows = [self._sample(self._next + i * self.world_size) for i in range(count)]
         self._next += count * self.world_size
         return np.stack(rows)
@@ -137,8 +140,6 @@ class ShardSamples:
     def _sample(self, number: int) -> npt.NDArray[np.int32]:
         epoch, index = divmod(number, self._per_epoch)
         if epoch != self._epoch:
-            if self.epochs is not None and epoch >= self.epochs:
-                raise end_of_data(number, self.seq_len, epoch)
             self._epoch, self._order = epoch, shuffled(self._per_epoch, self.seed, epoch)
         return self._row.stretch(int(self._order[index]) * self.seq_len, self.seq_len + 1)
 

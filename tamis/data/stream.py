@@ -85,9 +85,15 @@ class StreamSamples:
         self.tokenizer = tokenizer_for(config.data.tokenizer)
         self.order = document_order(config, source)
         self.fingerprint = _fingerprint(config, source)
-        self.description = f"{config.data.dataset}: {len(source.names)} files, {config.data.tokenizer} tokens"
+        self._name = f"{config.data.dataset}: {len(source.names)} files, {config.data.tokenizer} tokens"
         self._lanes = config.data.lanes
         self._begin(0, Deal(Cursor(), 0, [0] * self._lanes), dict.fromkeys(range(self._lanes), (0, 0)))
+
+    @property
+    def description(self) -> str:
+        skipped = self.order.skipped
+        bad = f", {skipped.bad} unreadable records passed over (last: {skipped.last_bad})" if skipped.bad else ""
+        return self._name + bad + (f", {skipped.empty} empty documents" if skipped.empty else "")
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """The next `count` samples of this rank, [count, seq_len + 1]."""

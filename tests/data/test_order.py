@@ -1,0 +1,217 @@
+"""Sharding and resuming, of streams and shards: one global order for every world size, nothing lost or repeated."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tamis.config import Config
+from tamis.data import DataError, merge_states, open_loader, order
+from tamis.data.files import LocalFiles
+from tamis.data.order import shuffled
+from tamis.data.prepare import prepare
+from tamis.data.stream import document_order
+from tests.data.conftest import config_of, documents, write_corpus
+
+GLOBAL_BATCH = 8
+KINDS = ("fineweb_edu_local", "shards", "synthetic")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_windows():
+    """Windows of a few documents, so that small corpora have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "WINDOW_DOCUMENTS", 7)
+        yield
+
+
+def config_for(kind: str, folder: Path, world_size: int, **overrides) -> Config:
+    """The same global batch for every world size."""
+    local = config_of(data_dataset="fineweb_edu_local", data_local_path=str(folder), data_epochs=None, **overrides)
+    shards = folder.parent / "shards"
+    if kind == "shards":
+        prepare(local, shards, workers=1, shard_tokens=300)
+    path = str(shards if kind == "shards" else folder)
+    batch = GLOBAL_BATCH // world_size
+    return config_of(data_dataset=kind, data_local_path=path, data_epochs=None, train_batch_size=batch, **overrides)
+
+
+def global_steps(config: Config, world_size: int, steps: int, state=None) -> tuple[np.ndarray, dict]:
+    """Steps as one global sequence of samples [steps, GLOBAL_BATCH, …], and the position after them."""
+    shares, states = [], []
+    for rank in range(world_size):
+        loader = open_loader(config, rank=rank, world_size=world_size)
+        if state:
+            loader.restore(json.loads(json.dumps(state)))
+        shares.append(np.stack([loader.next().tokens.reshape(-1, config.train.seq_len + 1) for _ in range(steps)]))
+        states.append(loader.state())
+        loader.close()
+    interleaved = np.stack(shares, axis=2).reshape(steps, GLOBAL_BATCH, -1)
+    return interleaved, merge_states(states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_world_size_sees_the_same_global_order(corpus, kind, world_size):
+    alone, state_alone = global_steps(config_for(kind, corpus, 1), 1, 30)
+    together, state_together = global_steps(config_for(kind, corpus, world_size), world_size, 30)
+    assert np.array_equal(alone, together)
+    assert state_alone == state_together
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_splits_the_same_samples(corpus, kind):
+    plain = config_for(kind, corpus, 1)
+    split = config_for(kind, corpus, 4, train_accumulate_grad_batches=4)
+    assert split.train.batch_size * 4 == plain.train.batch_size
+    assert open_loader(split).next().tokens.shape == (4, 2, 17)
+    assert np.array_equal(global_steps(plain, 1, 5)[0], global_steps(split, 1, 5)[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4),
+    legs=st.lists(st.integers(1, 40), min_size=4, max_size=4),
+    seed=st.integers(0, 1000),
+    count=st.integers(8, 80),
+)
+def test_resuming_with_other_world_sizes_changes_nothing(kind, worlds, legs, seed, count):
+    with TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
+        write_corpus(corpus, documents(count, seed), files=1 + seed % 3)
+        steps = sum(legs[: len(worlds)])
+        unbroken, _ = global_steps(config_for(kind, corpus, 1, train_seed=seed), 1, steps)
+        pieces, state = [], None
+        for world, leg in zip(worlds, legs, strict=False):
+            config = config_for(kind, corpus, world, train_seed=seed)
+            piece, state = global_steps(config, world, leg, state)
+            pieces.append(piece)
+        assert np.array_equal(unbroken, np.concatenate(pieces))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000), count=st.integers(5, 120), lanes=st.sampled_from([1, 2, 4]), seq_len=st.integers(1, 70)
+)
+def test_one_pass_of_a_stream_holds_every_training_document_once_and_whole(seed, count, lanes, seq_len):
+    with TemporaryDirectory() as folder:
+        texts = documents(count, seed)
+        write_corpus(Path(folder), texts, files=1 + seed % 3)
+        config = config_of(
+            data_dataset="fineweb_edu_local", data_local_path=folder, data_lanes=lanes, train_seq_len=seq_len,
+            train_batch_size=1, train_seed=seed,
+        )  # fmt: skip
+        lane_tokens = [[] for _ in range(lanes)]
+        for number, row in enumerate(rows_until_the_end(config)):
+            tokens = lane_tokens[number % lanes]
+            assert not tokens or tokens[-1] == row[0]  # the next sample begins with the last target
+            tokens.extend(row[1:] if tokens else row)
+        finished, begun = documents_in(lane_tokens)
+        training = training_texts(config)
+        assert not Counter(finished) - Counter(training)  # none twice, none invented, none held out
+        missing = Counter(training) - Counter(finished)
+        # What is missing is the end of each lane: documents that were begun, and at most what one lane had more.
+        assert sum(len(text) for text in missing.elements()) <= lanes * (max(map(len, texts)) + seq_len + 2)
+        assert all(any(text.startswith(part) for text in missing) for part in begun)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), count=st.integers(12, 60), seq_len=st.integers(1, 70))
+def test_one_pass_of_shards_holds_every_token_as_a_target_once(seed, count, seq_len):
+    with TemporaryDirectory() as folder:
+        write_corpus(Path(folder) / "corpus", documents(count, seed, longest=300), files=2)
+        config = config_for("shards", Path(folder) / "corpus", 8, train_seed=seed, train_seq_len=seq_len)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"epochs": 1})})
+        rows = rows_until_the_end(config)
+        files = sorted((Path(folder) / "shards").glob("train-*.bin"))
+        assert len(files) > 1
+        tokens = np.concatenate([np.fromfile(file, "<u2") for file in files])
+        stretches = [tokens[i : i + seq_len + 1] for i in range(0, len(tokens) - seq_len, seq_len)]
+        assert sorted(row.tolist() for row in rows) == sorted(stretch.tolist() for stretch in stretches)
+
+
+@pytest.mark.parametrize("kind", ["fineweb_edu_local", "shards"])
+def test_another_pass_or_another_seed_is_another_order_of_the_same_documents(corpus, kind):
+    def first_rows(seed: int, skip: int = 0) -> list[list[int]]:
+        config = config_for(kind, corpus, 8, train_seed=seed, train_seq_len=8)
+        loader = open_loader(config)
+        return [loader.next().tokens.ravel().tolist() for _ in range(skip + 40)][skip:]
+
+    assert first_rows(1) == first_rows(1)
+    assert first_rows(1) != first_rows(2)
+    assert first_rows(1) != first_rows(1, skip=600)
+
+
+def test_lanes_that_the_processes_cannot_share_are_refused(corpus):
+    config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus), data_lanes=4)
+    with pytest.raises(DataError, match=r"data\.lanes is 4.*multiple of the 3 processes"):
+        open_loader(config, rank=0, world_size=3)
+
+
+def test_a_position_of_other_data_is_refused(corpus):
+    config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus))
+    state = open_loader(config).state()
+    (corpus / "part-0.jsonl").write_text('{"text": "changed"}\n')
+    with pytest.raises(DataError, match="other data"):
+        open_loader(config).restore(state)
+
+
+def test_positions_of_some_ranks_only_are_refused(corpus):
+    config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus), data_epochs=None)
+    loader = open_loader(config, rank=1, world_size=2)
+    loader.next()
+    with pytest.raises(DataError, match="merge the positions of all ranks"):
+        open_loader(config).restore(loader.state())
+
+
+def test_positions_of_different_steps_do_not_merge(corpus):
+    config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus), data_epochs=None)
+    loaders = [open_loader(config, rank=rank, world_size=2) for rank in range(2)]
+    loaders[0].next()
+    with pytest.raises(DataError, match="positions differ"):
+        merge_states([loader.state() for loader in loaders])
+
+
+@given(count=st.integers(0, 3000), seed=st.integers(0, 10))
+@settings(deadline=None)
+def test_a_shuffle_is_a_permutation(count, seed):
+    assert sorted(shuffled(count, seed).tolist()) == list(range(count))
+
+
+def test_the_shuffle_never_changes():
+    # A run resumed by a later version must find the same order: these numbers are part of the format.
+    assert shuffled(10, 1337, 0).tolist() == [3, 1, 6, 2, 4, 8, 0, 9, 7, 5]
+
+
+def rows_until_the_end(config: Config) -> list[np.ndarray]:
+    loader, rows = open_loader(config), []
+    try:
+        while True:
+            rows.append(loader.next().tokens.reshape(-1))
+    except DataError as error:
+        assert "ended after" in str(error) or "too few documents" in str(error)
+    return rows
+
+
+def documents_in(lanes: list[list[int]]) -> tuple[list[str], list[str]]:
+    """The documents that each row of bytes holds whole, and the beginnings of those it breaks off in."""
+    finished, begun = [], []
+    for tokens in lanes:
+        text = "".join("\0" if token == 256 else chr(token) for token in tokens)
+        parts = text.split("\0")[1:]
+        assert not text or text[0] == "\0"
+        finished += parts[:-1]
+        begun += parts[-1:]
+    return finished, begun
+
+
+def training_texts(config: Config) -> list[str]:
+    every = document_order(config, LocalFiles(config.data.local_path))
+    found = [document for file in range(len(every.source.names)) for _, document in every.documents(file)]
+    return [document.text for document in found if not every.is_held_out(document)]
