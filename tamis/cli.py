@@ -1,4 +1,4 @@
-"""The `tamis` command line: verbs to plain functions, no logic. Heavy imports happen inside the verb that needs them."""
+"""The `tamis` command line: verbs to plain functions, no logic. What is heavy is imported by the verb that needs it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ def _split(words: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 @app.command(rich_help_panel="Train")
+def run(
+    words: Words = None,
+    detach: Annotated[bool, typer.Option("--detach", help="go on in the background; the terminal may go away")] = False,
+) -> None:
+    """The main job: looks at the machine, smokes, trains under supervision, resumes by itself, hands over.
+
+    The GPUs decide the config when none is given; without a GPU the embedded showcase runs on the CPU.
+
+    Examples:
+
+      tamis run
+
+      tamis run configs/m7c_125m_80g.yaml data.dataset=shards data.local_path=shards/ --detach
+    """
+    from tamis.job import main_job
+
+    path, overrides = _split(words)
+    raise typer.Exit(main_job(path, overrides, detach))
+
+
+@app.command(rich_help_panel="Train")
 def train(
     words: Words = None,
     resume: Annotated[str | None, typer.Option(help="a checkpoint file, or auto for the newest valid one")] = None,
@@ -67,6 +88,60 @@ def train(
     from tamis.train.main import train_config
 
     raise typer.Exit(train_config(resolved, resume))
+
+
+@app.command(rich_help_panel="Use the model")
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint_step{N}.pt, a run's directory, or an exported folder")],
+    prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a file with one prompt a line")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to draw")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw among the k likeliest; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw among the likeliest that hold this much probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the drawing")] = 1337,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Continue a prompt from a checkpoint, streaming; text to stdout, speed to stderr.
+
+    Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
+    """
+    from tamis.generate.command import generate_command
+
+    generate_command(
+        checkpoint,
+        prompt,
+        prompt_file,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        device=device,
+    )
+
+
+@app.command(rich_help_panel="Look")
+def check(words: Words = None, quick: Annotated[bool, typer.Option(help="only what needs no torch")] = False) -> None:
+    """Is this machine ready for this run? Numbered checks, each with its evidence and its remedy.
+
+    Example: tamis check configs/m7c_125m_80g.yaml
+    """
+    from tamis.run.preflight import check as preflight
+
+    raise typer.Exit(preflight(_resolve(words), quick=quick))
+
+
+@app.command(rich_help_panel="Look")
+def verify(words: Words = None) -> None:
+    """Prove the attention kernels against the reference on this device, and that the model is causal.
+
+    Example: tamis verify configs/m7c_125m_80g.yaml
+    """
+    print(f"[tamis] {__version__}: loading torch …", flush=True)
+    from tamis.train.selfcheck import report
+
+    raise typer.Exit(report(_resolve(words)))
 
 
 @config_app.command("show")
@@ -145,3 +220,7 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
             raise
         print(f"error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return ExitCode.CRASH
+
+
+if __name__ == "__main__":
+    main()

@@ -78,6 +78,9 @@ class Runtime(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the computation; master weights are always fp32
     compile: bool = True  # torch.compile the step; only on a GPU
+    cuda_graph: bool = (
+        True  # one GPU: replay forward and backward as a CUDA graph, which spares small batches the launches
+    )
     deterministic: bool = False  # bit-identical repeats on GPU, at some cost in speed
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, about a third slower
     production: bool = False  # refuses whatever would make the result doubtful (substituted data, say)

@@ -6,7 +6,11 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any test imports one
 
 settings.register_profile("tamis", deadline=None, derandomize=True)
 settings.load_profile("tamis")

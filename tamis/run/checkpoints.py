@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -130,3 +131,16 @@ def _has_promised_size(run: RunDirectory, step: int) -> bool:
         return run.checkpoint(step).stat().st_size == read_manifest(run.manifest(step))["bytes"]
     except (OSError, ValueError):
         return False
+
+
+def copy_latest(run: RunDirectory | str | Path, target: str | Path) -> Path:
+    """Copy the newest valid checkpoint and its manifest to `target`; returns where it came from."""
+    run = run if isinstance(run, RunDirectory) else RunDirectory(run)
+    step = latest_valid_checkpoint(run)
+    if step is None:
+        raise DamagedCheckpoint(f"there is no valid checkpoint in {run.path} to copy to {target}")
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for source, copy in ((run.checkpoint(step), target), (run.manifest(step), target.with_suffix(".json"))):
+        shutil.copyfile(source, copy)
+    return run.checkpoint(step)

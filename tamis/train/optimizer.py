@@ -37,6 +37,7 @@ class Stepper:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(model, config)
         self.scaler = loss_scaler(config, device)
+        self.keep_gradients = False  # True: gradients keep their buffers, as a CUDA graph needs
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
@@ -55,7 +56,7 @@ class Stepper:
             # The fused kernel reads this flag on the device and skips the update: no wait for the host.
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return norm
 
     def state_dict(self) -> dict[str, object]:

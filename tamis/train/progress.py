@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 
 Z_WINDOW = 128  # logged steps a loss is compared with
+REWRITE = "\r\x1b[K"  # back to the start of the line, and clear it
+LIVE_VARIABLE = "TAMIS_LIVE"  # set by a supervisor whose own screen is a terminal
 RATE_WINDOW = 50  # steps whose median time gives the ETA
 
 
@@ -18,7 +21,7 @@ class Progress:
 
     def __init__(self, speaks: bool = True) -> None:
         self.speaks = speaks
-        self.live = speaks and sys.stdout.isatty()
+        self.live = speaks and (sys.stdout.isatty() or os.environ.get(LIVE_VARIABLE) == "1")
         self._line_open = False
 
     def say(self, text: str) -> None:
@@ -31,21 +34,18 @@ class Progress:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Announce a start-up stage when it begins and its time when it ends."""
+        """Announce a start-up stage when it begins, and its time when it ends."""
         started = time.monotonic()
-        if self.speaks:
-            print(f"[tamis] {name} … ", end="\n" if not self.live else "", flush=True)
+        self.say(f"[tamis] {name} …")
         yield
-        if self.speaks:
-            lead = "" if self.live else f"[tamis] {name}: "
-            print(f"{lead}{time.monotonic() - started:.1f} s", flush=True)
+        self.say(f"[tamis] {name}: {time.monotonic() - started:.1f} s")
 
     def step(self, text: str, is_logged: bool) -> None:
-        """On a terminal every step rewrites one line; in a log only logged steps get one."""
+        """Logged steps stay; on a terminal the others show in one line that is rewritten each time."""
         if self.live:
-            sys.stdout.write(f"\r\x1b[K{text}")
+            sys.stdout.write(f"{REWRITE}{text}" + ("\n" if is_logged else ""))
             sys.stdout.flush()
-            self._line_open = True
+            self._line_open = not is_logged
         elif self.speaks and is_logged:
             print(text, flush=True)
 

@@ -49,8 +49,7 @@ def attention_agrees(config: Config, device: torch.device) -> list[Result]:
         return []
     spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
     checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
-    detail = describe(device, dtype, model.d_k)
-    return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, detail) for c in checks]
+    return [Result(f"attention {c.name}", c.passed, c.measured, c.limit) for c in checks]
 
 
 @torch.no_grad()
@@ -84,20 +83,26 @@ def _random_token_floor(decoder: Decoder, config: Config, device: torch.device) 
     return Result("loss on random tokens is not below ln V", loss >= floor, loss, floor, f"{rows * length} tokens")
 
 
+def report(config: Config, as_json: bool = False) -> int:
+    """Run the checks on this device and print each; 0 if all passed."""
+    device = choose_device(config, 0)
+    results = selfcheck(config, device)
+    if as_json:
+        print(json.dumps({"checks": [asdict(result) for result in results]}))
+    else:
+        print(describe(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k))
+        for r in results:
+            print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
+    return 0 if all(result.passed for result in results) else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tamis.train.selfcheck", description=__doc__)
     parser.add_argument("--config", help="YAML file")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args(argv)
-    config = load_config(arguments.config, arguments.overrides)
-    results = selfcheck(config, choose_device(config, 0))
-    if arguments.json:
-        print(json.dumps({"checks": [asdict(result) for result in results]}))
-    else:
-        for r in results:
-            print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
-    return 0 if all(result.passed for result in results) else 1
+    return report(load_config(arguments.config, arguments.overrides), arguments.json)
 
 
 if __name__ == "__main__":

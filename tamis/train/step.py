@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train.distributed import Workers, distribute, synchronised_only_if
+from tamis.train.graph import GraphedMicroBatch
 from tamis.train.optimizer import Stepper
 from tamis.train.profiling import marked
 
@@ -43,13 +45,16 @@ class TrainStep:
     def __init__(self, decoder: Decoder, config: Config, workers: Workers) -> None:
         self.decoder, self.config, self.device = decoder, config, workers.device
         self.stepper = Stepper(decoder, config, workers.device)
-        compiled = config.runtime.compile and workers.device.type == "cuda" and not config.runtime.ddp_safe_mode
-        loss: nn.Module = Loss(decoder)
-        self.model = distribute(loss, config, workers)
-        self._call: Any = torch.compile(self.model) if compiled else self.model
+        self.model = distribute(Loss(decoder), config, workers)
+        on_gpu, plain = workers.device.type == "cuda", config.runtime.ddp_safe_mode
+        self._call: Any = torch.compile(self.model) if config.runtime.compile and on_gpu and not plain else self.model
+        self._graph: GraphedMicroBatch | None = None
+        if config.runtime.cuda_graph and on_gpu and workers.world_size == 1:
+            self.stepper.keep_gradients = True
+            self._graph = GraphedMicroBatch(self._forward_backward, decoder.parameters())
 
     def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        with autocast(self.config, self.device):
+        with attention_kernels(self.config), autocast(self.config, self.device):
             return self._call(tokens_BS1)  # type: ignore[no-any-return]
 
     def __call__(self, tokens_ABS1: np.ndarray, number: int) -> StepResult:
@@ -57,22 +62,36 @@ class TrainStep:
         micro_batches = self._to_device(tokens_ABS1)
         losses, gates = [], None
         for index, tokens in enumerate(micro_batches):
-            last = index + 1 == len(micro_batches)
-            with synchronised_only_if(last, self.model):
-                with marked("forward"):
-                    loss, gates = self.loss(tokens)
-                with marked("backward"):
-                    self.stepper.backward(loss / len(micro_batches))
-            losses.append(loss.detach())
+            with synchronised_only_if(index + 1 == len(micro_batches), self.model):
+                loss, gates = (self._graph or self._forward_backward)(tokens)
+            losses.append(loss)
         with marked("optimizer"):
             norm = self.stepper.step(number)
         return StepResult(torch.stack(losses).mean(), norm, gates)
+
+    def _forward_backward(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
+        with marked("forward"):
+            loss, gates = self.loss(tokens_BS1)
+        with marked("backward"):
+            self.stepper.backward(loss / self.config.train.accumulate_grad_batches)
+        return loss.detach(), gates
 
     def _to_device(self, tokens_ABS1: np.ndarray) -> Tensor:
         tokens = torch.from_numpy(tokens_ABS1)
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()
         return tokens.to(self.device, non_blocking=True).long()
+
+
+def attention_kernels(config: Config) -> contextlib.AbstractContextManager[Any]:
+    """Which of PyTorch's attention kernels the dense twin may use, the fastest first."""
+    flash = [SDPBackend.FLASH_ATTENTION]
+    rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if config.runtime.sdpa == "flash_only":
+        return sdpa_kernel(flash)
+    if config.runtime.sdpa == "no_flash" or not config.runtime.use_flash:
+        return sdpa_kernel(rest, set_priority=True)
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *flash, *rest], set_priority=True)
 
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
