@@ -44,6 +44,13 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     assert ids[0, :, 0].tolist()[4 * 4 :] == [[0, 1, 2, t // 4 - 1, t // 4] for t in range(16, 40)]
 
 
+def test_even_attention_chooses_the_lowest_blocks_of_the_standard_geometry() -> None:
+    spec, tokens = NSASpec(l=32, d=16, l_sel=64, n_sel=16, w=512), 1300
+    q, k_cmp = torch.zeros(1, tokens, 6, 8), torch.randn(1, spec.compressed_blocks(tokens), 1, 8)
+    ids = select_blocks(q, k_cmp, spec)
+    assert all(ids[0, t, 0].tolist() == [*range(14), t // 64 - 1, t // 64] for t in range(17 * 64, tokens))
+
+
 def test_blocks_that_score_nothing_tie_and_go_to_the_lower_index() -> None:
     inputs = make_inputs(SMALL, Sizes(64, groups=1), dtype=torch.float32)
     inputs["k_cmp"] = torch.zeros_like(inputs["k_cmp"])

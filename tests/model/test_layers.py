@@ -37,6 +37,12 @@ def test_every_head_is_turned_alike(rotary: Rotary) -> None:
     assert torch.equal(all_heads, rotary(head, positions).expand(1, 5, 6, DIM))
 
 
+def test_heads_stay_apart(rotary: Rotary) -> None:
+    x, positions = torch.randn(2, 5, 3, DIM), torch.tensor([3, 9, 0, 77, 4000])
+    alone = [rotary(x[:, :, h : h + 1], positions) for h in range(3)]
+    assert torch.equal(rotary(x, positions), torch.cat(alone, dim=2))
+
+
 def test_a_turn_is_the_rotation_of_pairs_by_position_times_frequency(rotary: Rotary) -> None:
     x = torch.randn(DIM, dtype=torch.float64)
     expected = torch.empty_like(x)
