@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Watch a run and halt it when it stalls, slows down or stops learning: python scripts/_watchdog.py --dir OUT --halt 1"""
+"""Watch a run; halt it when it stalls, slows down or stops learning: python scripts/_watchdog.py --dir OUT --halt 1"""
 
 import argparse
 import dataclasses

@@ -8,7 +8,7 @@ not moved after many steps never learned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
@@ -51,15 +51,11 @@ def _last(history: RunHistory, field: str, count: int = IN_A_ROW) -> list[float]
 
 def _not_finite(history: RunHistory, limits: Limits) -> Alarm | None:
     """The trainer stops itself first; this is for a trainer whose own guard failed."""
-    for beat in _newest_of_each_rank(history):
+    for beat in (rank.recent[-1] for rank in history.ranks.values() if rank.recent):
         if beat.loss is not None and not math.isfinite(beat.loss):
             reason = f"rank {beat.rank} reports the loss {beat.loss} at step {beat.step}"
             return Alarm("non_finite_loss", "halt", reason, beat.rank, {"step": beat.step, "loss": str(beat.loss)})
     return None
-
-
-def _newest_of_each_rank(history: RunHistory) -> Iterable[Heartbeat]:
-    return (rank.last for rank in history.ranks.values() if rank.last is not None)
 
 
 def _too_good(history: RunHistory, limits: Limits) -> Alarm | None:

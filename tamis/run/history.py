@@ -29,21 +29,27 @@ class RankHistory:
         self.recent: deque[Heartbeat] = deque(maxlen=KEPT_STEPS)  # step_end beats
         self.stretches: deque[float] = deque(maxlen=10_000)  # mean step time of each stretch, the whole run long
         self._stretch: list[float] = []
+        self.first_step_s = 0.0  # how long this process's first step took, from its start to its end
+        self._step_started: Heartbeat | None = None
         self._step_ended: Heartbeat | None = None  # the last step_end, while nothing but steps followed it
 
     def add(self, beat: Heartbeat, awake_s: float) -> None:
         if self.last is not None and beat.pid != self.last.pid:
             self.steps_by_this_process = 0
-            self._step_ended = None
+            self._step_started = self._step_ended = None
         if self.last is None or _mark(beat) != _mark(self.last):  # the same beat again is no progress
             self.progress_at = awake_s
         self.last = beat
         if beat.phase == "step_end":
             self._end_step(beat)
-        elif beat.phase not in ("step_start", "progress"):
+        elif beat.phase == "step_start":
+            self._step_started = self._step_started or beat
+        elif beat.phase != "progress":
             self._step_ended = None  # an evaluation or a checkpoint is not part of a step's time
 
     def _end_step(self, beat: Heartbeat) -> None:
+        if self.steps_by_this_process == 0 and self._step_started is not None:
+            self.first_step_s = beat.mono - self._step_started.mono
         self.steps_by_this_process += 1
         self.recent.append(beat)
         if self._step_ended is not None and beat.step > self._step_ended.step:

@@ -106,12 +106,15 @@ def patience(rank: RankHistory, limits: Limits) -> float:
         return limits.phase_s[phase]
     if rank.steps_by_this_process == 0:
         return max(limits.first_step_s, limits.fetch_s)
-    learned = limits.floor_s
-    if rank.step_times:
-        learned = max(
-            learned, limits.times_typical * median(rank.step_times), limits.times_longest * max(rank.step_times)
-        )
+    learned = max(limits.floor_s, _many_steps(rank, limits))
     return max(learned, limits.fetch_s) if phase == "step_start" else learned
+
+
+def _many_steps(rank: RankHistory, limits: Limits) -> float:
+    """Far longer than the steps seen so far; after the very first, that one is all there is to go by."""
+    if not rank.step_times:
+        return limits.times_longest * rank.first_step_s
+    return max(limits.times_typical * median(rank.step_times), limits.times_longest * max(rank.step_times))
 
 
 def _dead(rank: RankHistory, history: RunHistory, processes: Mapping[int, ProcessState]) -> Alarm | None:
