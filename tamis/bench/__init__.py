@@ -1,0 +1,1 @@
+"""Benches beside the code they measure: a table for people first, then one line of JSON."""
