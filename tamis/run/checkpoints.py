@@ -2,6 +2,7 @@
 
 The order of a save is: OUT/checkpoint_step{N}.pt whole and in place, then OUT/checkpoint_step{N}.json. A checkpoint
 without manifest was cut short; one whose bytes disagree with its manifest is damaged. Neither is ever loaded.
+A checkpoint that many processes wrote together is a folder of that name; everything here holds for it too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def write_manifest(
     manifest = {
         "step": step,
         "file": path.name,
-        "bytes": path.stat().st_size if size is None else size,
+        "bytes": size_of(path) if size is None else size,
         "sha256": sha256 or sha256_of(path),
         "config_hash": config_hash,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -40,8 +41,18 @@ def write_manifest(
 
 
 def sha256_of(path: str | Path) -> str:
+    """Of a file's bytes; of a folder, that of the names and sums of its files."""
+    path = Path(path)
+    if path.is_dir():
+        listing = "".join(f"{sha256_of(file)} {file.name}\n" for file in sorted(path.iterdir()))
+        return hashlib.sha256(listing.encode()).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_of(path: Path) -> int:
+    """In bytes, of a file or of all files in a folder."""
+    return sum(size_of(file) for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -63,7 +74,7 @@ def damage(manifest: str | Path) -> str | None:
     checkpoint = manifest.with_suffix(".pt")
     try:
         promised = read_manifest(manifest)
-        size = checkpoint.stat().st_size
+        size = size_of(checkpoint)
         if size != promised["bytes"]:
             return f"it holds {size} bytes, {promised['bytes']} were written"
         if sha256_of(checkpoint) != promised["sha256"]:
@@ -115,20 +126,28 @@ def retire(run: RunDirectory, keep: int) -> list[int]:
     removed = [step for step in run.checkpoint_traces() if step < oldest_kept]
     for step in removed:
         run.manifest(step).unlink(missing_ok=True)
-        run.checkpoint(step).unlink(missing_ok=True)
+        remove(run.checkpoint(step))
     return removed
 
 
 def remove_leftovers(run: RunDirectory) -> None:
     """Delete the temporary files of saves that were killed; only for the owner of the run, before it saves."""
     for path in run.checkpoint_leftovers():
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, file or folder; one that is not there is fine."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
         path.unlink(missing_ok=True)
 
 
 def _has_promised_size(run: RunDirectory, step: int) -> bool:
     """Reading every byte at each save would be slow; the size catches what a full disk or a kill leaves."""
     try:
-        return run.checkpoint(step).stat().st_size == read_manifest(run.manifest(step))["bytes"]
+        return size_of(run.checkpoint(step)) == read_manifest(run.manifest(step))["bytes"]
     except (OSError, ValueError):
         return False
 
