@@ -154,6 +154,8 @@ def _cause(culprit: RankHistory | None, history: RunHistory, processes: Mapping[
         return "stuck_at_start", f"rank {culprit.rank} has not sent a first heartbeat"
     who, phase, step = f"rank {culprit.rank}", culprit.last.phase, culprit.last.step
     others = ", the others wait for it in a collective" if len(history.ranks) > 1 else ""
+    if culprit.last.is_final:
+        return "stuck_at_exit", f"{who} said {phase} at step {step}, and its group has not ended"
     if phase in ("loader_ready", "step_start"):
         return "starved_of_data", f"{who} waits for the batch of step {step}{others}: starved of data"
     if phase == "progress":

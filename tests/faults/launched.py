@@ -1,0 +1,113 @@
+"""Real supervisors over fake trainers: launch them as processes of their own, as an operator would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tamis.config import Config, build_config, load_config
+from tamis.run.directory import RunDirectory
+from tamis.run.events import read_events
+from tamis.run.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.ladder import Grace
+from tamis.run.restarts import RestartBudget
+from tamis.run.supervisor import LaunchOptions, launch
+from tamis.run.watchdog import limits_for
+
+FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
+QUICKER = 0.02  # the floor of two minutes becomes 2.4 seconds
+PATIENCE_S = 60.0  # a test that waits longer than this for something has failed
+
+
+def fake_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
+    command = [sys.executable, "-u", str(FAKE_TRAINER), "--config", str(config_yaml)]
+    return command + (["--resume", str(checkpoint)] if checkpoint else [])
+
+
+def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
+    return build_config(
+        {
+            "data": {"dataset": "sample", "tokenizer": "byte"},
+            "train": {"out_dir": str(out), "steps": steps, "save_every": save_every, "warmup_steps": 0},
+        }
+    )
+
+
+def quick_options(config: Config) -> LaunchOptions:
+    return LaunchOptions(
+        limits=limits_for(config).patience_scaled(QUICKER),
+        budget=RestartBudget(first_delay_s=0.1),
+        grace=Grace(dump_s=20.0, halt_s=1.0, term_s=3.0),
+        look_every_s=0.1,
+        command=fake_command,
+    )
+
+
+class Launched:
+    """A supervisor in a process of its own."""
+
+    def __init__(self, config: Config, *, ranks: int = 1, fault: dict[str, Any] | None = None, **settings: str) -> None:
+        self.config, self.run = config, RunDirectory(config.train.out_dir).create()
+        (self.run.path / "wanted.yaml").write_text(config.to_yaml())
+        environment = {**os.environ, "FAKE_RANKS": str(ranks), **settings}
+        if fault:
+            environment["FAKE_FAULT"] = json.dumps(fault)
+        self.screen = open(self.run.path / "screen", "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.faults.launched", str(self.run.path / "wanted.yaml"), str(ranks)],
+            env=environment,
+            stdout=self.screen,
+            stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = PATIENCE_S) -> int:
+        return self.process.wait(seconds)
+
+    def until(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise AssertionError(f"what was waited for did not happen:\n{self.told()}")
+            time.sleep(0.01)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.last_step() >= step)
+
+    def last_step(self) -> int:
+        return max((beat.step for beat in self.beats()), default=0)
+
+    def beats(self, rank: int = 0) -> list[Heartbeat]:
+        return read_heartbeats(self.run.heartbeat(rank))
+
+    def worker_pid(self, rank: int = 0) -> int:
+        return self.beats(rank)[-1].pid
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_events(self.run)]
+
+    def told(self) -> str:
+        return (self.run.path / "screen").read_text(errors="replace")
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
+        self.screen.close()
+
+
+def main() -> int:
+    config = load_config(sys.argv[1])
+    return launch(config, processes=int(sys.argv[2]), options=quick_options(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Faults of workers, checkpoints and supervisors, with real processes under a real supervisor."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.lock import ProcessId
+from tests.faults.fake_trainer import SAVE_STAGES
+from tests.faults.launched import Launched, tiny_config
+
+
+def weights_after(steps: int) -> str:
+    """What an unbroken run ends with."""
+    weights = hashlib.sha256(b"seed").hexdigest()
+    for number in range(1, steps + 1):
+        weights = hashlib.sha256(f"{weights} {number}".encode()).hexdigest()
+    return weights
+
+
+def assert_ends_as_unbroken(launched: Launched) -> None:
+    steps = launched.config.train.steps
+    assert latest_valid_checkpoint(launched.run) == steps
+    assert json.loads(launched.run.checkpoint(steps).read_text().split("\n")[0]) == [steps, weights_after(steps)]
+    rows = launched.run.training_csv.read_text().splitlines()[1:]
+    assert [int(row.split(",")[0]) for row in rows] == list(range(1, steps + 1))
+
+
+@pytest.fixture
+def launching(tmp_path: Path) -> Iterator:
+    started: list[Launched] = []
+
+    def start(*, steps: int = 30, name: str = "out", **arguments) -> Launched:
+        started.append(Launched(tiny_config(tmp_path / name, steps), **arguments))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.end()
+
+
+def test_a_run_without_faults_ends_with_code_zero_and_is_streamed_to_screen_and_log(launching) -> None:
+    launched = launching(steps=10)
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert launched.events() == ["start", "end"]
+    for place in (launched.told(), launched.run.train_log.read_text()):
+        assert "rank 0 begins after step 0" in place
+
+
+@pytest.mark.parametrize("fault", ["kill", "crash", "data_failure"])
+def test_a_worker_that_dies_mid_step_is_restarted_from_the_newest_checkpoint(launching, fault: str) -> None:
+    launched = launching(fault={"kind": fault, "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert launched.events() == ["start", "restart", "start", "end"]
+    assert "rank 0 begins after step 10" in launched.told()
+
+
+@pytest.mark.parametrize("stage", SAVE_STAGES)
+def test_a_kill_at_any_stage_of_a_save_loses_nothing(launching, stage: str) -> None:
+    launched = launching(steps=15, fault={"kind": "kill_in_save", "step": 10, "stage": stage})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    resumed_after = 10 if stage == "after" else 5
+    assert f"rank 0 begins after step {resumed_after}" in launched.told()
+    assert launched.run.checkpoint_leftovers() == []
+
+
+def test_two_ranks_of_which_one_is_killed_go_on_together(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "kill", "rank": 1, "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+
+
+def test_the_whole_group_killed_at_once_is_restarted(launching) -> None:
+    launched = launching(ranks=2, FAKE_STEP_S="0.05")
+    launched.until_step(12)
+    pids = [launched.worker_pid(0), launched.worker_pid(1)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert "restart" in launched.events()
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(launching) -> None:
+    launched = launching(steps=30, FAKE_STEP_S="0.05")
+    launched.until_step(17)
+    newest = launched.run.checkpoint(latest_valid_checkpoint(launched.run) or 0)
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    os.kill(launched.worker_pid(), signal.SIGKILL)
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert "damaged" in launched.events() and f"{newest.name} is not used" in launched.told()
+
+
+def test_a_crash_loop_is_stopped_after_three_restarts_without_progress(launching) -> None:
+    launched = launching(fault={"kind": "crash", "step": 13, "always": True})
+    assert launched.wait() == 1
+    assert launched.events() == ["start", "restart"] * 3 + ["start", "end"]
+    assert "3 restarts brought no progress beyond step 12" in launched.told()
+    assert "illegal memory access" in launched.run.train_log.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_nan_on_one_rank_stops_the_run_with_the_anomaly_code(launching, ranks: int) -> None:
+    launched = launching(ranks=ranks, fault={"kind": "nan", "rank": ranks - 1, "step": 8})
+    assert launched.wait() == 5, launched.told()
+    assert "restart" not in launched.events()
+
+
+def test_a_loss_too_good_to_be_true_halts_with_the_evidence(launching) -> None:
+    launched = launching(steps=400, fault={"kind": "leak"})
+    assert launched.wait() == 5, launched.told()
+    assert launched.run.anomaly.read_text().startswith("loss_too_good\n")
+    assert not launched.run.halt.exists()
+
+
+def test_a_worker_stuck_in_compute_is_dumped_stopped_and_restarted(launching) -> None:
+    launched = launching(fault={"kind": "hang_in_compute", "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    events = launched.events()
+    assert events[:5] == ["start", "stuck_in_compute", "stackdump", "halt", "term"]
+    (dump,) = launched.run.stackdumps()
+    assert dump.name.startswith("stackdump_rank0_pid") and "pause_if" in dump.read_text()
+
+
+def test_a_rank_looping_with_the_gil_held_still_gives_its_stacks_and_is_killed(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "loop_with_gil", "rank": 1, "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert "kill" in launched.events()
+    names = [path.name for path in launched.run.stackdumps()]
+    assert any("rank0" in name for name in names) and any("rank1" in name for name in names)
+    stuck = next(path for path in launched.run.stackdumps() if "rank1" in path.name).read_text()
+    assert "pthread_spin_lock" in stuck and "strike_in_compute" in stuck
+
+
+def test_a_stopped_rank_is_named_and_let_go_on_to_save(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "stop", "rank": 1, "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+    assert launched.events()[1] == "stopped_rank" and "rank 1 is stopped" in launched.told()
+
+
+def test_a_rank_starved_of_data_is_told_from_a_stuck_one(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "hang_in_data", "rank": 1, "step": 13})
+    assert launched.wait() == 0, launched.told()
+    assert "starved_of_data" in launched.events() and "rank 1 waits for the batch of step 13" in launched.told()
+
+
+def test_a_slow_rank_is_named_and_not_killed(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "slow_data", "rank": 1, "seconds": 0.05})
+    assert launched.wait() == 0, launched.told()
+    assert "restart" not in launched.events() and "slow_rank" in launched.events()
+    assert "rank 1 waits for data" in launched.told()
+
+
+def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_the_run(launching) -> None:
+    first = launching(ranks=2, steps=60, FAKE_STEP_S="0.05")
+    first.until_step(7)
+    workers = [ProcessId.of(first.worker_pid(rank)) for rank in (0, 1)]
+    first.process.kill()
+    first.process.wait()
+    second = launching(ranks=2, steps=60)
+    assert second.wait() == 0, second.told()
+    assert not any(worker.is_alive() for worker in workers)
+    assert_ends_as_unbroken(second)
+    assert "adopt" in second.events()
+
+
+def test_two_launches_never_share_a_directory(launching) -> None:
+    first = launching(steps=40, FAKE_STEP_S="0.05")
+    first.until_step(3)
+    second = launching(steps=40)
+    assert second.wait() not in (0, None)
+    assert "belongs to a running launch" in second.told() and str(first.process.pid) in second.told()
+    assert first.wait() == 0, first.told()
+    assert_ends_as_unbroken(first)
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(launching) -> None:
+    launched = launching(steps=30, FAKE_STEP_S="0.03")
+    launched.until_step(5)
+    launched.process.send_signal(signal.SIGHUP)
+    os.kill(launched.worker_pid(), signal.SIGHUP)
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+
+
+def test_a_finished_run_is_not_run_again(launching) -> None:
+    assert launching(steps=5).wait() == 0
+    again = launching(steps=5)
+    assert again.wait() == 0
+    assert "nothing left to do" in again.told()
+
+
+def test_the_watchdog_alone_halts_a_run_that_really_stalls(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "out", steps=100)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    fault = json.dumps({"kind": "hang_in_compute", "step": 13, "seconds": 6.0})
+    trainer = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "fake_trainer.py"), "--config", str(tmp_path / "config.yaml")],
+        env={**os.environ, "FAKE_FAULT": fault},
+    )
+    while not (tmp_path / "out" / "heartbeat_rank0.jsonl").exists():
+        time.sleep(0.05)
+    script = Path(__file__).parents[2] / "scripts" / "_watchdog.py"
+    watchdog = subprocess.run(
+        [sys.executable, str(script), "--dir", str(tmp_path / "out"), "--halt", "1", "--stall-floor", "2"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert watchdog.returncode == 5, watchdog.stdout + watchdog.stderr
+    assert trainer.wait(30) == 3  # it hung for six seconds only, and could still obey the halt
+    assert (tmp_path / "out" / ".anomaly_type").read_text().startswith("stuck_in_compute\n")
+    assert list((tmp_path / "out").glob("stackdump_rank0_*.txt"))
