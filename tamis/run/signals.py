@@ -41,10 +41,20 @@ class StopSignals:
         self._halt = HaltFile(run.halt) if rank == 0 else None
         self._signalled: StopReason | None = None
         self._signalled_at = 0.0
-        signal.signal(signal.SIGTERM, self._on_stop)
-        signal.signal(signal.SIGINT, self._on_stop)
-        signal.signal(signal.SIGHUP, self._on_hangup)
-        self.sidecar = stackdump.install(run, rank)
+        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._stackdumps = stackdump.install(run, rank)
+
+    def close(self) -> None:
+        """The training is over: signals mean what they meant before.
+
+        Not after TERM: then the process must be gone within 25 s, whatever still hangs on the way out.
+        """
+        if self._signalled is not None:
+            return
+        self._stackdumps.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def stop_requested(self) -> StopReason | None:

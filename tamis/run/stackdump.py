@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO, Any
 
 from tamis.run.directory import RunDirectory
 from tamis.run.records import write_text_atomic
@@ -26,8 +27,25 @@ _PR_SET_PTRACER = 0x59616D61
 _PACKAGE_ROOT = str(Path(__file__).parents[2])  # the sidecar must find us also when tamis runs from a checkout
 
 
-def install(run_dir: RunDirectory | str | Path, rank: int) -> subprocess.Popen[bytes]:
-    """Start the sidecar of this process and route SIGUSR1 to it; call once, from the main thread.
+class StackDumps:
+    """The sidecar of this process and what leads to it, until `close`."""
+
+    def __init__(self, sidecar: subprocess.Popen[bytes], pipe: int, raw_file: IO[bytes], before: Any) -> None:
+        self.sidecar, self._pipe, self._raw_file, self._before = sidecar, pipe, raw_file, before
+
+    def close(self) -> None:
+        """End the sidecar; a late SIGUSR1 must not end the process, so it is ignored where it had no handler."""
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN if self._before == signal.SIG_DFL else self._before)
+        signal.set_wakeup_fd(-1)
+        _open_pipes.discard(self._pipe)
+        os.close(self._pipe)
+        self._raw_file.close()
+        self.sidecar.wait()
+
+
+def install(run_dir: RunDirectory | str | Path, rank: int) -> StackDumps:
+    """Start the sidecar of this process and route SIGUSR1 to it; call from the main thread.
 
     The sidecar also sees TERM and INT, and ends a process that is too stuck to obey them (`tamis.run.sidecar`).
     """
@@ -44,19 +62,29 @@ def install(run_dir: RunDirectory | str | Path, rank: int) -> subprocess.Popen[b
     )
     os.close(reader)
     _let_it_trace(sidecar.pid)
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)  # without a handler nothing would be told to the sidecar
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)  # a signal without handler would tell nobody
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget_the_sidecar)
+    _open_pipes.add(writer)
     faulthandler.register(signal.SIGUSR1, file=raw_file, all_threads=True, chain=True)
-    return sidecar
+    return StackDumps(sidecar, writer, raw_file, before)
+
+
+_open_pipes: set[int] = set()
 
 
 def _forget_the_sidecar() -> None:
     """In a forked helper of the worker: its signals are not the worker's."""
+    if not _open_pipes:
+        return
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+    while _open_pipes:
+        os.close(_open_pipes.pop())
+
+
+os.register_at_fork(after_in_child=_forget_the_sidecar)
 
 
 def raw_dump_path(run: RunDirectory, rank: int, pid: int) -> Path:

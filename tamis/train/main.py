@@ -23,6 +23,7 @@ from tamis.run.environment import describe_environment
 from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
 from tamis.run.hardware import read_gpus
+from tamis.run.lock import RunLocked
 from tamis.run.records import write_json_atomic, write_text_atomic
 from tamis.size import flops_per_token, parameter_count
 from tamis.train.distributed import join
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
-    except ConfigError as error:
+    except (ConfigError, RunLocked) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE
 
@@ -59,6 +60,8 @@ def train_config(config: Config, resume: str | None = None) -> int:
         except Anomaly as anomaly:
             write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
             return _failed(session, ExitCode.ANOMALY, f"{anomaly}; the weights are as they were before it")
+        finally:
+            session.leave()
 
 
 def _train(session: Session, resume: str | None, started: float) -> int:

@@ -12,6 +12,7 @@ from tamis.config import Config, ConfigError
 from tamis.data import merge_states, open_loader, validation_batches
 from tamis.model import Decoder
 from tamis.run.directory import RunDirectory
+from tamis.run.lock import RunLock
 from tamis.run.signals import StopReason, StopSignals
 from tamis.train.checkpoint import load_checkpoint, save_checkpoint
 from tamis.train.distributed import Workers
@@ -30,6 +31,9 @@ class Session:
     def __init__(self, config: Config, workers: Workers) -> None:
         self.config, self.workers = config, workers
         self.run = RunDirectory(config.train.out_dir).create()
+        self.lock = RunLock(self.run.trainer_lock)
+        if workers.is_main:
+            self.lock.acquire("trainer")  # never two trainers in one directory
         self.signals = StopSignals(self.run, workers.rank)
         self.progress = Progress(speaks=workers.is_main)
         self.telemetry = Telemetry(config, self.run, workers, self.progress)
@@ -57,6 +61,11 @@ class Session:
     def close(self) -> None:
         self.loader.close()
         self.telemetry.close()
+
+    def leave(self) -> None:
+        """Give the directory and the signals back, however the training ended."""
+        self.signals.close()
+        self.lock.release()
 
     def train_once(self) -> None:
         """Fetch a batch and launch one optimizer step; its numbers arrive in the mailbox."""
