@@ -24,6 +24,11 @@ ESTIMATE_TOLERANCE = 0.20
 LARGEST_MEMORY_GROWTH = 0.02  # second half against first
 LARGEST_COLLAPSE_FRACTION = 0.05
 LOAD_TIMEOUT_S = 600
+LOAD = (  # the very function a resume calls
+    "import sys, torch; from pathlib import Path; from tamis.config import load_config; "
+    "from tamis.train.checkpoint import load_checkpoint; "
+    "load_checkpoint(Path(sys.argv[1]), load_config(sys.argv[2]), torch.device('cpu'))"
+)
 
 
 def gpus_busy_and_balanced(evidence: Evidence) -> Finding:
@@ -136,17 +141,15 @@ def newest_checkpoint_loads(evidence: Evidence) -> Finding:
     if not steps:
         return failed("there is no checkpoint")
     path = evidence.directory.checkpoint(steps[-1])
-    code = "import sys, torch; print(len(torch.load(sys.argv[1], map_location='cpu', weights_only=True)))"
+    command = [sys.executable, "-c", LOAD, str(path), str(evidence.directory.config_yaml)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=LOAD_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return failed(f"{path.name} did not load within {LOAD_TIMEOUT_S} s")
     if done.returncode:
         return failed(f"{path.name} does not load: {_error_line(done.stderr)}")
-    size = path.stat().st_size / 1e6
-    return passed(f"{path.name} loaded ({size:,.0f} MB, written {read_manifest(path.with_suffix('.json'))['time']})")
+    manifest = read_manifest(evidence.directory.manifest(steps[-1]))
+    return passed(f"{path.name} loaded ({manifest['bytes'] / 1e6:,.0f} MB, written {manifest['time']})")
 
 
 def _error_line(stderr: str) -> str:

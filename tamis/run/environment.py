@@ -13,46 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tamis.legacy import PASSED_ON, VARIABLES
 from tamis.run.hardware import Gpu, describe_cpu, gpu_records
 
-# A list of names, not of prefixes: a prefix would let NSA_ACCESS_KEY or NCCL_PASSWORD through.
+# Names, not prefixes: a prefix would let NSA_ACCESS_KEY or NCCL_PASSWORD through.
+NCCL_VARIABLES = ("ALGO", "DEBUG", "IB_DISABLE", "P2P_DISABLE", "PROTO", "SHM_DISABLE", "SOCKET_IFNAME")
 RECORDED_VARIABLES = (
     "CONFIG",
-    "NSA_PREFILL_BATCHED",
-    "NSA_SEL_RANGES_V2",
-    "NSA_DDP_COMPRESS",
-    "NSA_DDP_BUCKET_MB",
-    "NSA_DDP_STATIC_GRAPH",
-    "NSA_DDP_FIND_UNUSED",
-    "NSA_DDP_DISABLE_GC",
-    "NSA_DDP_SAFE_MODE",
-    "NSA_DISABLE_AUX_STATS",
-    "NSA_TB_DISABLE",
-    "NSA_DISABLE_CSV_LOGS",
-    "NSA_ACCUM",
-    "NSA_LR",
-    "NSA_MEM_DUMP_EVERY",
-    "NSA_NVTX",
-    "NSA_SDPA_AUDIT",
-    "NSA_USE_FA2",
-    "NSA_SDPA_NO_FLASH",
-    "NSA_SDPA_FLASH_ONLY",
-    "NSA_SCALER_INIT_SCALE",
-    "NSA_SCALER_GROWTH_INTERVAL",
-    "NSA_SCALER_GROWTH_FACTOR",
-    "NSA_SCALER_BACKOFF_FACTOR",
-    "NCCL_ALGO",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_SOCKET_IFNAME",
-    "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUDA_LAUNCH_BLOCKING",
+    *VARIABLES,
+    *PASSED_ON,
+    *(f"NCCL_{name}" for name in NCCL_VARIABLES),
     "CUDA_VISIBLE_DEVICES",
-    "HF_DATASETS_CACHE",
     "OMP_NUM_THREADS",
 )
 PACKAGES = ("tamis", "torch", "triton", "numpy", "tiktoken", "datasets", "pyarrow", "safetensors", "pydantic")

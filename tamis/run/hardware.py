@@ -9,13 +9,14 @@ import importlib
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tamis.run.workers import trainer_command
 
 MIB = 1024 * 1024
 SHOWCASE_CONFIG = "configs/train_showcase.yaml"
@@ -52,8 +53,8 @@ class LaunchPlan:
     environment: dict[str, str]  # only what is added to the user's own
     reasons: list[str]
 
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        return worker_command(self.processes, arguments)
+    def command(self, config_yaml: Path) -> list[str]:
+        return trainer_command(config_yaml, self.processes, None)
 
 
 def read_gpus(nvml: Any = None, environment: Mapping[str, str] | None = None) -> list[Gpu]:
@@ -89,14 +90,6 @@ def choose_config(gpus: Sequence[Gpu]) -> str:
         return SHOWCASE_CONFIG
     smallest = min(gpu.total_mib for gpu in gpus)
     return next(path for least, path in CONFIG_BY_MEMORY_MIB if smallest >= least)
-
-
-def worker_command(processes: int, arguments: Sequence[str], module: str = "tamis.train.main") -> list[str]:
-    """One process: plain python. Several: torchrun of the same interpreter, so that no other torch can slip in."""
-    if processes == 1:
-        return [sys.executable, "-u", "-m", module, *arguments]
-    torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*torchrun, "-m", module, *arguments]
 
 
 def nccl_environment(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,11 +21,12 @@ from tamis.run.directory import RunDirectory
 from tamis.run.evidence import read_evidence
 from tamis.run.exit_codes import ExitCode
 from tamis.run.findings import Finding, findings_text, is_go, print_findings, utc, verdict
-from tamis.run.hardware import Gpu, worker_command
+from tamis.run.hardware import Gpu
 from tamis.run.info import describe_run, git_commit, write_info
 from tamis.run.phases import PHASES, Phase
 from tamis.run.records import write_json_atomic, write_text_atomic
 from tamis.run.usage import recorded_usage
+from tamis.run.workers import trainer_command
 
 Launch = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
 STOPPED_BY_REQUEST = (ExitCode.HALTED, ExitCode.PREEMPTED)
@@ -138,7 +139,7 @@ def _info(setting: Setting, config: Config, directory: RunDirectory) -> dict[str
         run_dir=directory.path,
         gpus=setting.gpus,
         processes=setting.processes,
-        command=worker_command(setting.processes, ["--config", str(directory.config_yaml)]),
+        command=trainer_command(directory.config_yaml, setting.processes, None),
         estimate_toks_per_s=setting.estimate_toks_per_s,
     )
 

@@ -14,9 +14,13 @@ from pathlib import Path
 
 from tamis.config import Config
 from tamis.run.findings import Criterion, Finding, failed, is_go, judged, not_measured, verdict, write_findings
-from tamis.run.hardware import Gpu, read_gpus, worker_command
+from tamis.run.hardware import Gpu, read_gpus
 from tamis.run.machine import MACHINE_CHECKS, Subject
 
+CHECK_DATA = (
+    "import sys; from tamis.config import load_config; from tamis.data.check import check; "
+    "sys.exit(check(load_config(sys.argv[1]), 2, show_text=False))"
+)
 CHILD_TIMEOUT_S = {"collectives": 120, "data": 180, "selfcheck": 600}
 
 
@@ -56,18 +60,12 @@ def collectives_work(subject: Subject) -> Finding:
     processes = len(subject.gpus)
     if processes < 2:
         return not_measured("fewer than two GPUs: nothing to connect")
-    answer = _child(worker_command(processes, [], module="tamis.train.collective_check"), "collectives")
-    if isinstance(answer, str):
-        return failed(answer)
-    return judged(answer.returncode == 0, _last_line(answer))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return _judged_child([*torchrun, "-m", "tamis.train.collective_check"], "collectives")
 
 
 def data_is_reachable(subject: Subject) -> Finding:
-    command = [sys.executable, "-m", "tamis.data.check", "--config", str(subject.config_file), "--batches", "2"]
-    answer = _child(command, "data")
-    if isinstance(answer, str):
-        return failed(answer)
-    return judged(answer.returncode == 0, _last_line(answer))
+    return _judged_child([sys.executable, "-c", CHECK_DATA, str(subject.config_file)], "data")
 
 
 def selfcheck(subject: Subject) -> list[Finding]:
@@ -81,11 +79,14 @@ def selfcheck(subject: Subject) -> list[Finding]:
         findings = [_selfcheck_finding(result) for result in results]
     except (ValueError, KeyError, TypeError, IndexError):
         return [Finding("fail", _last_line(answer), name="self-check of the model", remedy=SELFCHECK_REMEDY)]
+    if not any(finding.name.startswith("attention") for finding in findings):
+        findings.insert(0, Finding("not measured", "no kernels here: the reference itself computes", name=KERNELS))
     if answer.returncode and is_go(findings):
         findings.append(failed(f"the self-check ended with exit code {answer.returncode}", SELFCHECK_REMEDY))
     return findings
 
 
+KERNELS = "attention kernels agree with the reference"
 SELFCHECK_REMEDY = "do not train: run python -m tamis.train.selfcheck alone, and report its output with env.json"
 CHILD_CHECKS = (
     Criterion(
@@ -99,6 +100,14 @@ CHILD_CHECKS = (
         "check the network and HF_DATASETS_CACHE, or set data.dataset: fineweb_edu_local with data.local_path",
     ),
 )
+
+
+def _judged_child(command: list[str], name: str) -> Finding:
+    """By the exit code; the child's last line is the evidence."""
+    answer = _child(command, name)
+    if isinstance(answer, str):
+        return failed(answer)
+    return judged(answer.returncode == 0, _last_line(answer))
 
 
 def _child(command: list[str], name: str) -> subprocess.CompletedProcess[str] | str:
@@ -132,6 +141,6 @@ def _line(number: int, finding: Finding) -> str:
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
-    """What the child said last; an error if it failed, its result otherwise."""
-    text = (answer.stderr.strip() or answer.stdout.strip()) if answer.returncode else answer.stdout.strip()
+    """What the child said last: its result or its reason on stdout, else the last words of its traceback."""
+    text = answer.stdout.strip() or answer.stderr.strip()
     return text.splitlines()[-1] if text else f"exit code {answer.returncode} without a word"

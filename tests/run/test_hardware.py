@@ -1,6 +1,7 @@
 """From GPUs to config, process count and NCCL settings, with NVML played by a stand-in."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,6 @@ from tamis.run.hardware import (
     launch_plan,
     nccl_environment,
     read_gpus,
-    worker_command,
 )
 
 CARD_MIB = {
@@ -140,18 +140,21 @@ def test_adding_a_gpu_never_chooses_a_larger_config(sizes, another):
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_gpu_or_one_gpu_launches_plain_python(count):
     plan = launch_plan(machine(*["80"] * count), environment={})
+    command = plan.command(Path("c.yaml"))
     assert plan.processes == 1
-    assert plan.command(["--config", "c.yaml"]) == [
-        sys.executable, "-u", "-m", "tamis.train.main", "--config", "c.yaml",
-    ]  # fmt: skip
+    assert command[0] == sys.executable
+    assert "torch.distributed.run" not in command
+    assert command[-4:] == ["-m", "tamis.train.main", "--config", "c.yaml"]
 
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_several_gpus_launch_torchrun_with_every_gpu(count):
     plan = launch_plan(machine(*["40"] * count), environment={})
-    command = plan.command(["--config", "c.yaml"])
+    command = plan.command(Path("c.yaml"))
     assert plan.processes == count
-    assert f"--nproc_per_node={count}" in command
+    assert command[0] == sys.executable  # this very interpreter, so that no other torch can slip in
+    assert "torch.distributed.run" in command
+    assert command[command.index("--nproc_per_node") + 1] == str(count)
     assert command[-4:] == ["-m", "tamis.train.main", "--config", "c.yaml"]
 
 
@@ -186,10 +189,6 @@ def test_nvlink_keeps_its_peer_copies():
 def test_nccl_settings_of_the_user_are_never_overridden():
     settings = nccl_environment(machine("80", "80"), {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"})
     assert not {"NCCL_P2P_DISABLE", "NCCL_DEBUG"} & settings.keys()
-
-
-def test_torchrun_is_run_by_this_very_interpreter():
-    assert worker_command(2, [])[0] == sys.executable
 
 
 def test_free_disk_is_asked_of_the_nearest_folder_that_exists(tmp_path):

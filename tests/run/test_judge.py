@@ -166,7 +166,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_a_checkpoint_counts_as_loadable_only_when_it_loads(tmp_path):
     run = fabricate(tmp_path, steps=20)
     assert criteria_device.newest_checkpoint_loads(read_evidence(run)).status == "fail"
-    torch.save({"weights": torch.zeros(3)}, run.checkpoint(20))
+    config = read_evidence(run).config
+    torch.save({"step": 20, "config": config.model_dump(), "model": {"w": torch.zeros(3)}}, run.checkpoint(20))
     write_manifest(run, 20, config_hash="x")
     assert criteria_device.newest_checkpoint_loads(read_evidence(run)).status == "pass"
 

@@ -139,7 +139,7 @@ def test_a_child_that_hangs_is_ended_and_reported(tmp_path, monkeypatch):
 
 def test_each_result_of_the_self_check_becomes_a_line(tmp_path, monkeypatch):
     results = [
-        {"name": "kernels", "passed": True, "measured": 1e-6, "limit": 1e-5, "detail": ""},
+        {"name": "attention out", "passed": True, "measured": 1e-6, "limit": 1e-5, "detail": ""},
         {"name": "causality", "passed": False, "measured": 0.3, "limit": 0.0, "detail": "layer 2"},
     ]
     monkeypatch.setattr(preflight, "_child", answer(1, "a warning of a library\n" + json.dumps({"checks": results})))
@@ -149,14 +149,14 @@ def test_each_result_of_the_self_check_becomes_a_line(tmp_path, monkeypatch):
     assert "layer 2" in causality.evidence
 
 
-@pytest.mark.parametrize("stdout", ["", "[]", "{}", '{"checks": []}', "not json", '[{"name": "kernels"}]'])
+@pytest.mark.parametrize("stdout", ["", "[]", "{}", '{"checks": []}', "not json", '[{"name": "attention out"}]'])
 def test_a_self_check_without_readable_results_is_a_failure(tmp_path, monkeypatch, stdout):
     monkeypatch.setattr(preflight, "_child", answer(0, stdout))
     assert [finding.status for finding in preflight.selfcheck(subject(tmp_path))] == ["fail"]
 
 
 def test_a_self_check_that_crashes_after_good_results_is_a_failure(tmp_path, monkeypatch):
-    good = json.dumps([{"name": "kernels", "passed": True, "measured": 0, "limit": 1, "detail": ""}])
+    good = json.dumps([{"name": "attention out", "passed": True, "measured": 0, "limit": 1, "detail": ""}])
     monkeypatch.setattr(preflight, "_child", answer(139, good))
     assert "fail" in [finding.status for finding in preflight.selfcheck(subject(tmp_path))]
 
@@ -167,3 +167,24 @@ def test_collectives_are_tried_only_across_several_gpus(tmp_path, monkeypatch):
     found = preflight.collectives_work(subject(tmp_path, [FREE_GPU, FREE_GPU]))
     assert found.status == "fail"
     assert "ncclSystemError" in found.evidence
+
+
+def test_without_kernels_their_agreement_is_not_measured_rather_than_passed(tmp_path, monkeypatch):
+    results = [{"name": "causality", "passed": True, "measured": 0.0, "limit": 0.0, "detail": ""}]
+    monkeypatch.setattr(preflight, "_child", answer(0, json.dumps({"checks": results})))
+    assert [finding.status for finding in preflight.selfcheck(subject(tmp_path))] == ["not measured", "pass"]
+
+
+def test_the_real_data_path_is_tried_in_a_child(tmp_path):
+    found = preflight.data_is_reachable(subject(tmp_path))
+    assert found.status == "pass"
+    assert "held-out" in found.evidence
+
+
+def test_data_that_is_not_there_is_refused_in_the_loaders_own_words(tmp_path):
+    of = subject(tmp_path)
+    data = of.config.data.model_copy(update={"dataset": "fineweb_edu_local", "local_path": str(tmp_path / "nowhere")})
+    of.config_file.write_text(of.config.model_copy(update={"data": data}).to_yaml())
+    found = preflight.data_is_reachable(of)
+    assert found.status == "fail"
+    assert "nowhere" in found.evidence
