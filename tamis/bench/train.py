@@ -7,28 +7,23 @@ A table for people first; the last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from tamis.config import Config, build_config, load_config
-from tamis.model import Decoder
 from tamis.size import parameter_count
-from tamis.train.distributed import Workers, choose_device
+from tamis.train.distributed import choose_device
 from tamis.train.peak import Utilisation
-from tamis.train.step import TrainStep
+from tamis.train.probe import NextTokens, measure, random_batches
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS_PER_STEP = 65536
-GIB = 1 << 30
 
 
 def run(config: Config, lengths: list[int], tokens: int, steps: int, warmup: int, with_data: bool) -> dict[str, Any]:
@@ -55,20 +50,10 @@ def _shaped(config: Config, attention: str, length: int, tokens: int) -> Config:
 
 
 def _measure(config: Config, device: torch.device, steps: int, warmup: int, source: str) -> dict[str, Any]:
-    torch.manual_seed(config.train.seed)
     torch._dynamo.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    step = TrainStep(Decoder(config).to(device), config, Workers(0, 1, device))
-    with _tokens(config, source) as next_tokens:
-        step(next_tokens(), 1)
-        _synchronise(device)
-        first_step_s = time.perf_counter() - began
-        times = _step_times(step, next_tokens, device, steps, warmup)
-    seconds = float(np.sum(times)) / len(times)
-    rate = config.tokens_per_step(1) / seconds
+    with _batches(config, source) as next_tokens:
+        measured = measure(config, device, next_tokens, steps, warmup)
+    rate = measured.tokens_per_s(config)
     return {
         "length": config.train.seq_len,
         "attention": config.model.attention,
@@ -76,74 +61,33 @@ def _measure(config: Config, device: torch.device, steps: int, warmup: int, sour
         "parameters": parameter_count(config),
         "toks_per_s": round(rate),
         "mfu": Utilisation(config, device).at(rate),
-        "step_p50_ms": round(float(np.percentile(times, 50)) * 1e3, 3),
-        "step_p95_ms": round(float(np.percentile(times, 95)) * 1e3, 3),
-        "first_step_s": round(first_step_s, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 2) if device.type == "cuda" else None,
+        "step_p50_ms": round(measured.percentile_ms(50), 3),
+        "step_p95_ms": round(measured.percentile_ms(95), 3),
+        "first_step_s": round(measured.first_step_s, 1),
+        "peak_gib": measured.peak_gib,
     }
 
 
-def _step_times(
-    step: TrainStep, next_tokens: Callable[[], np.ndarray], device: torch.device, steps: int, warmup: int
-) -> list[float]:
-    """Seconds per step, from one step's end to the next one's, without waiting in between."""
-    marks: list[Any] = []
-    for number in range(warmup + steps + 1):
-        step(next_tokens(), number + 2)
-        if number >= warmup:
-            marks.append(_mark(device))
-    _synchronise(device)
-    if device.type == "cuda":
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-    return [b - a for a, b in itertools.pairwise(marks)]
+@contextlib.contextmanager
+def _batches(config: Config, source: str) -> Iterator[NextTokens]:
+    """Tokens that lie ready in memory, or the loader over prepared shards of the sample."""
+    if source == "none":
+        yield random_batches(config).__next__
+        return
+    from tamis.data import open_loader
+    from tamis.data.prepare import prepare
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(_with_data(config, dataset="sample"), folder)
+        loader = open_loader(_with_data(config, dataset="shards", local_path=folder, epochs=None))
+        yield lambda: loader.next().tokens
+        loader.close()
 
 
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-class _tokens:
-    """Where the batches come from: ready in memory, or through the loader from prepared shards of the sample."""
-
-    def __init__(self, config: Config, source: str) -> None:
-        self.config, self.source = config, source
-
-    def __enter__(self) -> Callable[[], np.ndarray]:
-        if self.source == "none":
-            train = self.config.train
-            generator = np.random.default_rng(train.seed)
-            shape = (4, 1, train.batch_size, train.seq_len + 1)
-            ready = generator.integers(self.config.vocab_size, size=shape, dtype=np.int32)
-            return _endless(ready).__next__
-        from tamis.data import open_loader
-        from tamis.data.prepare import prepare
-
-        self._folder = tempfile.TemporaryDirectory()
-        tree = self.config.model_dump()
-        tree["data"] |= {"dataset": "sample", "epochs": None}
-        prepare(build_config(tree), Path(self._folder.name))
-        tree["data"] |= {"dataset": "shards", "local_path": self._folder.name}
-        self._loader = open_loader(build_config(tree))
-        return lambda: self._loader.next().tokens
-
-    def __exit__(self, *_: object) -> None:
-        if self.source != "none":
-            self._loader.close()
-            self._folder.cleanup()
-
-
-def _endless(ready: np.ndarray) -> Iterator[np.ndarray]:
-    while True:
-        yield from ready
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _with_data(config: Config, **keys: Any) -> Config:
+    tree = config.model_dump()
+    tree["data"] |= keys
+    return build_config(tree)
 
 
 def _print_row(row: dict[str, Any]) -> None:

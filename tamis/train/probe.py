@@ -1,0 +1,80 @@
+"""A short measurement of the real training step: what the estimate before a run and the bench both stand on."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tamis.config import Config
+from tamis.model import Decoder
+from tamis.train.distributed import Workers
+from tamis.train.step import TrainStep
+
+GIB = 1 << 30
+NextTokens = Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    step_s: list[float]  # from one step's end to the next one's
+    first_step_s: float  # building the model, compiling, and the first step
+    peak_gib: float | None  # None on a CPU
+
+    def tokens_per_s(self, config: Config) -> float:
+        """Of this one process."""
+        return config.tokens_per_step(1) * len(self.step_s) / sum(self.step_s)
+
+    def percentile_ms(self, percent: float) -> float:
+        return float(np.percentile(self.step_s, percent)) * 1e3
+
+
+def measure(config: Config, device: torch.device, next_tokens: NextTokens, steps: int, warmup: int) -> Measurement:
+    """Train a fresh model for `warmup + steps` steps, without waiting for the device between them."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    torch.manual_seed(config.train.seed)
+    step = TrainStep(Decoder(config).to(device), config, Workers(0, 1, device))
+    step(next_tokens(), 1)
+    _synchronise(device)
+    first_step_s = time.perf_counter() - began
+    marks = []
+    for number in range(warmup + steps + 1):
+        step(next_tokens(), number + 2)
+        if number >= warmup:
+            marks.append(_mark(device))
+    _synchronise(device)
+    peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+    return Measurement([_seconds(a, b) for a, b in itertools.pairwise(marks)], first_step_s, peak)
+
+
+def random_batches(config: Config) -> Iterator[np.ndarray]:
+    """Uniform tokens that lie ready in memory: the step alone is measured, not the data."""
+    train = config.train
+    shape = (4, train.accumulate_grad_batches, train.batch_size, train.seq_len + 1)
+    ready = np.random.default_rng(train.seed).integers(config.vocab_size, size=shape, dtype=np.int32)
+    return itertools.cycle(ready)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(begin.elapsed_time(end)) / 1e3 if isinstance(begin, torch.cuda.Event) else float(end - begin)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
