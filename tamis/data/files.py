@@ -64,7 +64,7 @@ def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Recor
     try:
         with pq.ParquetFile(path) as file:
             check_column(text_column, file.schema_arrow.names, path.name)
-            groups, skip = _groups_from(file.metadata, start)
+            groups, skip = row_groups_from(file.metadata, start)
             for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, row_groups=groups, columns=[text_column]):
                 if skip < len(batch):
                     yield from column_records(batch.column(0)[skip:])
@@ -73,7 +73,7 @@ def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Recor
         raise DataError(f"{path} cannot be read as parquet ({error}): replace or remove the file") from error
 
 
-def _groups_from(metadata: object, start: int) -> tuple[list[int], int]:
+def row_groups_from(metadata: object, start: int) -> tuple[list[int], int]:
     """The row groups that hold records from `start` on, and how many rows of the first to skip."""
     rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]  # type: ignore[attr-defined]
     first = 0

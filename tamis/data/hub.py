@@ -1,7 +1,7 @@
-"""Documents of a Hugging Face dataset, streamed by `datasets`: file by file, row group by row group, one column only.
+"""Documents of a Hugging Face dataset, streamed by `datasets`: file by file, one column, again after network trouble.
 
-A record's number says its row group and row, so going on in the middle of a file reads nothing before that row group.
-`data.hub_name` may also be a local folder laid out as a hub dataset, which goes through the same code.
+Going on in the middle of a file reads nothing before the row group in question. `data.hub_name` may also be a local
+folder laid out as a hub dataset, which goes through the same code.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from tamis.config import Data
 from tamis.data.errors import DataError
-from tamis.data.files import ROWS_PER_BATCH, Record, check_column, column_records
+from tamis.data.files import ROWS_PER_BATCH, Record, check_column, column_records, row_groups_from
 from tamis.data.waiting import RETRY_PAUSES_S, within
 
-ROWS_PER_GROUP_LIMIT = 2**32
 REMEDY = (
     "check the network, point HF_DATASETS_CACHE to a fast local disk, or use local files "
     "(data.dataset: fineweb_edu_local with data.local_path)"
 )
-
-T = TypeVar("T")
 
 
 @functools.lru_cache(maxsize=1)  # training and validation share one listing
@@ -56,42 +53,44 @@ class HubDataset:
         return [[url] for url in self._urls]  # on the hub they hold the commit of the dataset
 
     def place(self, file: int, number: int) -> str:
-        group, row = divmod(number, ROWS_PER_GROUP_LIMIT)
-        return f"{self.names[file]}, row group {group}, row {row}"
+        return f"{self.names[file]}:{number + 1}"
 
     def read(self, file: int, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """The records of one file with their numbers, from number `start` on."""
-        groups = self._row_groups(file)
-        first, row = divmod(start, ROWS_PER_GROUP_LIMIT)
-        for group in range(first, groups.num_shards):
-            yield from self._read_group(groups.shard(groups.num_shards, group), file, group, row)
-            row = 0
-
-    def _row_groups(self, file: int) -> Any:
-        for attempt in range(len(self._pauses_s) + 1):
-            try:
-                return self._dataset.shard(len(self.names), file).reshard()
-            except _failures() as error:
-                self._pause_or_give_up(attempt, self.names[file], error)
-        raise AssertionError("the last attempt raises")
-
-    def _read_group(self, rows: Any, file: int, group: int, row: int) -> Iterator[tuple[int, Record]]:
-        """The rows of one row group; when reading fails it is tried again from the row that was to come next."""
-        attempt = 0
+        """The records of one file with their numbers; when reading fails it goes on at the record that was to come."""
+        number, attempt = start, 0
         while True:
             try:
-                for record in _records(rows, row):
-                    yield group * ROWS_PER_GROUP_LIMIT + row, record
-                    row, attempt = row + 1, 0
+                for record in self._records(file, number):
+                    yield number, record
+                    number, attempt = number + 1, 0
                 return
             except _failures() as error:
-                self._pause_or_give_up(attempt, self.place(file, group * ROWS_PER_GROUP_LIMIT + row), error)
+                self._pause_or_give_up(attempt, self.place(file, number), error)
                 attempt += 1
 
+    def _records(self, file: int, start: int) -> Iterator[Record]:
+        parts, skip = self._parts(file, start)
+        for part in parts:
+            for table in part.iter(batch_size=ROWS_PER_BATCH):
+                if skip < len(table):
+                    yield from column_records(table.column(0)[skip:])
+                skip = max(0, skip - len(table))
+
+    def _parts(self, file: int, start: int) -> tuple[Iterable[Any], int]:
+        """The file, or in the middle of it the row groups from there on, and how many rows of the first to skip."""
+        import fsspec  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq
+
+        whole = self._dataset.shard(len(self.names), file)
+        if not start:
+            return [whole], 0
+        with fsspec.open(self._urls[file], "rb") as content:
+            groups, skip = row_groups_from(pq.read_metadata(content), start)
+        by_group = whole.reshard()
+        return (by_group.shard(by_group.num_shards, group) for group in groups), skip
+
     def _pause_or_give_up(self, attempt: int, what: str, error: Exception) -> None:
-        lasting = isinstance(
-            error, FileNotFoundError | ValueError
-        )  # Arrow's ArrowInvalid, a damaged file, is a ValueError
+        lasting = isinstance(error, FileNotFoundError | ValueError)  # a damaged file is Arrow's kind of ValueError
         if lasting or attempt >= len(self._pauses_s):
             raise DataError(f"{what} cannot be read ({_first_line(error)}): {REMEDY}") from error
         time.sleep(self._pauses_s[attempt])
@@ -112,6 +111,8 @@ def _stream(data: Data) -> tuple[Any, Any]:
     except _failures() as error:
         raise DataError(f"{where} cannot be opened ({_first_line(error)}): {REMEDY}") from error
     check_column(data.text_column, list(dataset.features or []), where)
+    if not all(str(url).endswith(".parquet") for url in builder.config.data_files["train"]):
+        raise DataError(f"{where} is not all parquet files: download it and use data.dataset: fineweb_edu_local")
     return builder, dataset
 
 
@@ -122,14 +123,6 @@ def _has_subset(data: Data) -> bool:
     if not Path(data.hub_name).is_dir():
         return True
     return data.hub_subset in datasets.get_dataset_config_names(data.hub_name)
-
-
-def _records(rows: Any, start: int) -> Iterator[Record]:
-    position = 0
-    for table in rows.iter(batch_size=ROWS_PER_BATCH):
-        if position + len(table) > start:
-            yield from column_records(table.column(0)[max(0, start - position) :])
-        position += len(table)
 
 
 def _check_host() -> None:

@@ -1,0 +1,198 @@
+"""Preparing shards: the same bytes for any number of threads, killed or not, and nothing doubtful is used."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tamis.config import Config
+from tamis.data import DataError, open_loader, tokenizer_for, validation_batches
+from tamis.data.prepare import Progress, prepare
+from tamis.data.shards import damaged_shards, read_manifest
+from tests.data.conftest import config_of, documents, write_corpus
+
+SHARD_TOKENS = 3000
+
+
+def local(folder: Path, **overrides: object) -> Config:
+    return config_of(data_dataset="fineweb_edu_local", data_local_path=str(folder), **overrides)
+
+
+def shards(folder: Path, **overrides: object) -> Config:
+    return config_of(data_dataset="shards", data_local_path=str(folder), **overrides)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+
+
+def test_every_document_is_in_the_shards_in_order_with_its_end_of_text(tmp_path):
+    texts = documents(300)
+    write_corpus(tmp_path / "corpus", texts, files=1)
+    config = local(tmp_path / "corpus", data_tokenizer="gpt2", data_val_fraction=0.2)
+    manifest = prepare(config, tmp_path / "out", workers=2, shard_tokens=SHARD_TOKENS)
+    found = {}
+    for split in ("train", "val"):
+        files = sorted((tmp_path / "out").glob(f"{split}-*.bin"))
+        ids = np.concatenate([np.fromfile(file, "<u2") for file in files])
+        assert len(ids) == manifest.count("tokens", split)
+        found[split] = tokenizer_for("gpt2").decode(ids.tolist()).split("<|endoftext|>")[1:]
+        assert len(found[split]) == manifest.count("documents", split)
+        assert found[split] == sorted(found[split], key=texts.index)
+    assert len(list((tmp_path / "out").glob("train-*.bin"))) > 3
+    assert sorted(found["train"] + found["val"]) == sorted(texts)
+    assert 30 < len(found["val"]) < 90
+
+
+def test_the_manifest_says_what_is_there(tmp_path, corpus):
+    (corpus / "part-9.jsonl").write_text('{"text": ""}\nnot json\n')
+    prepare(local(corpus, data_on_bad_record="skip"), tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["complete"] is True
+    assert manifest["tokenizer"] == "byte"
+    assert manifest["dtype"] == "uint16"
+    assert (manifest["bad_records"], manifest["empty_documents"]) == (1, 1)
+    assert manifest["train_documents"] + manifest["val_documents"] == 60
+    assert manifest["train_tokens"] == sum(s["tokens"] for s in manifest["shards"] if s["split"] == "train")
+    assert all(len(shard["sha256"]) == 64 for shard in manifest["shards"])
+    assert damaged_shards(tmp_path / "out") == []
+
+
+def test_threads_and_repeats_do_not_change_a_byte(tmp_path, corpus):
+    for name, workers in (("one", 1), ("five", 5)):
+        prepare(local(corpus), tmp_path / name, workers=workers, shard_tokens=500)
+    assert contents(tmp_path / "one") == contents(tmp_path / "five")
+    before = (tmp_path / "one" / "manifest.json").stat().st_mtime_ns
+    prepare(local(corpus), tmp_path / "one")  # finished: nothing to do
+    assert (tmp_path / "one" / "manifest.json").stat().st_mtime_ns == before
+
+
+KILLED = """
+import sys, time
+from tamis.config import load_config
+from tamis.data import order, prepare
+whole = order.DocumentOrder.documents
+def slowly(self, file, start=0):
+    for number, document in whole(self, file, start):
+        time.sleep(0.002)
+        yield number, document
+order.DocumentOrder.documents = slowly
+prepare.prepare(load_config(sys.argv[1]), sys.argv[2], workers=2, shard_tokens=3000)
+"""
+
+
+def test_killed_and_repeated_it_ends_with_the_same_bytes(tmp_path):
+    write_corpus(tmp_path / "corpus", documents(400), files=3)
+    config = local(tmp_path / "corpus")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    prepare(config, tmp_path / "unbroken", shard_tokens=SHARD_TOKENS)
+    out, kills = tmp_path / "killed", 0
+    for wanted in (2, 5, 8):  # kill it each time some more shards are there
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), str(out)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        while process.poll() is None and len(list(out.glob("train-*.bin"))) < wanted:
+            time.sleep(0.01)
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills == 3
+    assert not read_manifest(out).complete
+    with pytest.raises(DataError, match="not finished"):
+        open_loader(shards(out))
+    prepare(config, out, shard_tokens=SHARD_TOKENS)
+    assert contents(out) == contents(tmp_path / "unbroken")
+
+
+def test_progress_is_reported_up_to_the_end(tmp_path, corpus):
+    reports: list[Progress] = []
+    manifest = prepare(local(corpus), tmp_path / "out", report=reports.append)
+    last = reports[-1]
+    assert (last.files_done, last.files, last.documents) == (3, 3, 60)
+    assert last.tokens == manifest.count("tokens", "train") + manifest.count("tokens", "val")
+    assert "3/3 files, 60 documents" in str(last)
+
+
+def test_other_data_does_not_overwrite_prepared_shards(tmp_path, corpus):
+    prepare(local(corpus), tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match="another source, split or tokenizer"):
+        prepare(local(corpus, data_tokenizer="gpt2"), tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
+    from tamis.data.prepare import _locked
+
+    (tmp_path / "out").mkdir()
+    with _locked(tmp_path / "out"), pytest.raises(DataError, match="another process is preparing"):
+        prepare(local(corpus), tmp_path / "out")
+
+
+def test_a_full_disk_loses_nothing_and_says_so(tmp_path, corpus, monkeypatch):
+    from tamis.data import prepare as module
+
+    settle, calls = module._settle, []
+
+    def full(temporary: Path, final: Path) -> None:
+        calls.append(final)
+        if len(calls) == 7:
+            raise OSError(28, "No space left on device")
+        settle(temporary, final)
+
+    monkeypatch.setattr(module, "_settle", full)
+    with pytest.raises(DataError, match=r"No space left.*same command goes on"):
+        prepare(local(corpus), tmp_path / "out", shard_tokens=500)
+    assert len(read_manifest(tmp_path / "out").shards) >= 2
+    prepare(local(corpus), tmp_path / "out", shard_tokens=500)
+    prepare(local(corpus), tmp_path / "fresh", shard_tokens=500)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_damaged_or_shortened_shard_is_found(tmp_path, corpus):
+    prepare(local(corpus), tmp_path)
+    path = tmp_path / "train-00000.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + b"\0\0")
+    assert damaged_shards(tmp_path) == ["train-00000.bin"]
+    path.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=r"train-00000\.bin holds"):
+        open_loader(shards(tmp_path))
+
+
+@pytest.mark.parametrize("manifest", ["{", "{}", '{"format": 99}', '{"format": 1, "shards": [{"file": 1}]}'])
+def test_a_manifest_that_cannot_be_understood_is_an_error_that_names_it(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        open_loader(shards(tmp_path))
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path, corpus):
+    prepare(local(corpus), tmp_path)
+    with pytest.raises(DataError, match=r"set data\.tokenizer to byte"):
+        open_loader(shards(tmp_path, data_tokenizer="gpt2"))
+
+
+def test_a_folder_without_manifest_names_the_command_that_makes_one(tmp_path):
+    with pytest.raises(DataError, match="tamis data prepare"):
+        open_loader(shards(tmp_path))
+
+
+def test_shards_too_short_for_one_sample_are_refused(tmp_path, corpus):
+    prepare(local(corpus), tmp_path)
+    with pytest.raises(DataError, match=r"too few for train\.seq_len"):
+        open_loader(shards(tmp_path, train_seq_len=100_000))
+
+
+def test_validation_reads_the_held_out_shards_alone(tmp_path, corpus):
+    prepare(local(corpus, data_val_fraction=0.3), tmp_path, shard_tokens=500)
+    rows = np.concatenate(validation_batches(shards(tmp_path, train_eval_batches=3)))
+    ids = np.concatenate([np.fromfile(file, "<u2") for file in sorted(tmp_path.glob("val-*.bin"))])
+    assert np.array_equal(rows[:, :-1].ravel(), ids[: rows[:, :-1].size])
