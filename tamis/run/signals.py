@@ -41,6 +41,7 @@ class StopSignals:
         self._halt = HaltFile(run.halt) if rank == 0 else None
         self._signalled: StopReason | None = None
         self._signalled_at = 0.0
+        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone says no
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._stackdumps = stackdump.install(run, rank)
@@ -88,9 +89,9 @@ class StopSignals:
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
         """Writing to a terminal that is gone fails, and would end the run the operator left alone."""
-        if os.isatty(1) or os.isatty(2):
+        if self._on_terminal:
             log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            for stream in (1, 2):
+            for stream in self._on_terminal:
                 os.dup2(log, stream)
             os.close(log)
         sys.stderr.write("the terminal is gone (SIGHUP): training goes on\n")
