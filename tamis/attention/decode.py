@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
+from tamis.attention.backend import nsa_attention, why_no_kernels
 from tamis.attention.spec import NSASpec
+
+QUERY_LOGITS = 1 << 24  # (query, head, block) logits a launch over a tile may hold
 
 
 def tile_attention(
@@ -22,8 +25,32 @@ def tile_attention(
     spec: NSASpec,
     start: int,
     first_key: int,
+    kernels: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mixed output `[B,S,H,D]` and the chosen blocks `[B,S,G,n]`; the window's keys begin at `first_key`."""
+    """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
+    caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
+    if not _use_kernels(q_BSHD, kernels):
+        out, ids_BSGn = reference_tile(q_BSHD, *caches, gates_BSH3, spec, start, first_key)
+        return out, ids_BSGn[:, -1]
+    if start == 0:  # nothing is cached yet: the kernels of training are the fastest there are
+        pairs = [tensor for cached in caches for tensor in cached.unbind(2)]
+        last = start + q_BSHD.shape[1] - 1
+        ids_BSGn = reference.select_blocks(q_BSHD[:, -1:], pairs[0], spec, last)
+        return nsa_attention(q_BSHD, *pairs, gates_BSH3, spec), ids_BSGn[:, -1]  # type: ignore[call-arg,arg-type,misc]
+    return _tile_by_queries(q_BSHD, *caches, gates_BSH3, spec, start, first_key)
+
+
+def reference_tile(
+    q_BSHD: Tensor,
+    compressed_BN2GD: Tensor,
+    selected_BT2GD: Tensor,
+    window_BT2GD: Tensor,
+    gates_BSH3: Tensor,
+    spec: NSASpec,
+    start: int,
+    first_key: int,
+) -> tuple[Tensor, Tensor]:
+    """The mixed output and every query's chosen blocks `[B,S,G,n]`, by the specification."""
     (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (
         cached.unbind(2) for cached in (compressed_BN2GD, selected_BT2GD, window_BT2GD)
     )
@@ -36,6 +63,33 @@ def tile_attention(
     return reference.mix_branches(branches, gates_BSH3).to(q_BSHD.dtype), ids_BSGn
 
 
+def _tile_by_queries(
+    q_BSHD: Tensor,
+    compressed_BN2GD: Tensor,
+    selected_BT2GD: Tensor,
+    window_BT2GD: Tensor,
+    gates_BSH3: Tensor,
+    spec: NSASpec,
+    start: int,
+    first_key: int,
+) -> tuple[Tensor, Tensor]:
+    """A tile through the decode kernels: each query is one more token over the same caches."""
+    from tamis.attention.decode_kernels import decode
+
+    batch, tokens, heads, _ = q_BSHD.shape
+    at_once = max(1, QUERY_LOGITS // (batch * heads * max(1, compressed_BN2GD.shape[1])))
+    outs, last = [], torch.empty(0)
+    for first in range(0, tokens, at_once):
+        rows = slice(first, min(first + at_once, tokens))
+        positions = torch.arange(start + rows.start, start + rows.stop, device=q_BSHD.device).repeat(batch)
+        q, gates = q_BSHD[:, rows].flatten(0, 1), gates_BSH3[:, rows].flatten(0, 1)
+        caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
+        out, ids, _ = decode(q, *caches, gates, positions, spec, first_key)
+        outs.append(out.unflatten(0, (batch, -1)))
+        last = ids.unflatten(0, (batch, -1))[:, -1]
+    return torch.cat(outs, dim=1), last
+
+
 def decode_attention(
     q_BHD: Tensor,
     compressed_BN2GD: Tensor,
@@ -44,16 +98,22 @@ def decode_attention(
     gates_BH3: Tensor,
     positions_B: Tensor,
     spec: NSASpec,
-) -> tuple[Tensor, Tensor]:
+    kernels: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence, at `positions_B`, over caches that already hold its own key and value.
 
-    Returns the mixed output `[B,H,D]` and the chosen blocks `[B,G,n]`. The window is a ring: token `t` in slot `t % W`.
+    Returns the mixed output `[B,H,D]`, the chosen blocks `[B,G,n]` and the keys read `[B,G]`. The window is a ring:
+    token `t` lies in slot `t % W`.
     """
+    if _use_kernels(q_BHD, kernels):
+        from tamis.attention.decode_kernels import decode
+
+        return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec)
     outs, chosen = [], []
     for b, position in enumerate(positions_B.tolist()):
         kept = min(spec.w, position + 1)
         slots = torch.arange(position + 1 - kept, position + 1, device=q_BHD.device) % window_BW2GD.shape[1]
-        out, ids = tile_attention(
+        out, ids = reference_tile(
             q_BHD[b : b + 1, None],
             compressed_BN2GD[b : b + 1, : spec.visible_compressed(position)],
             selected_BT2GD[b : b + 1, : position + 1],
@@ -65,13 +125,19 @@ def decode_attention(
         )
         outs.append(out[:, 0])
         chosen.append(ids[:, 0])
-    return torch.cat(outs), torch.cat(chosen)
+    ids_BGn = torch.cat(chosen)
+    return torch.cat(outs), ids_BGn, reads(ids_BGn, positions_B, spec)
 
 
 def reads(ids_BGn: Tensor, positions_B: Tensor, spec: NSASpec) -> Tensor:
-    """`[B,G]`: keys each group read for its token: visible compressed blocks, tokens of chosen blocks, window."""
+    """`[B,G]`: keys each group reads for its token, by its index lists: compressed, tokens of chosen blocks, window."""
     seen_B1 = (positions_B + 1)[:, None]
     compressed = ((seen_B1 - spec.l) // spec.d + 1).clamp_min(0)
     first_token = ids_BGn.long() * spec.l_sel
     tokens = (seen_B1[..., None] - first_token).clamp(0, spec.l_sel).where(ids_BGn >= 0, 0)
-    return compressed + tokens.sum(dim=-1) + seen_B1.clamp_max(spec.w)
+    return (compressed + tokens.sum(dim=-1) + seen_B1.clamp_max(spec.w)).to(torch.int32)
+
+
+def _use_kernels(q: Tensor, kernels: bool | None) -> bool:
+    """Kernels wherever they can run on a GPU; a caller that insists has made sure that they can."""
+    return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None if kernels is None else kernels

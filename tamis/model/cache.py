@@ -48,7 +48,7 @@ class Ring:
 
 
 class NSACache:
-    """One layer's memory, and the blocks its newest query chose."""
+    """One layer's memory, and what its newest query chose and read."""
 
     def __init__(self, config: Config, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         nsa, model = config.nsa, config.model
@@ -64,6 +64,7 @@ class NSACache:
         self.window = Ring(allocate(min(nsa.w, max_len)))
         self.tail = Ring(allocate(nsa.l))
         self.chosen_BGn = torch.full((batch, model.n_kv_groups, nsa.n_sel), -1, dtype=torch.int32, device=device)
+        self.reads_BG = torch.zeros(batch, model.n_kv_groups, dtype=torch.int32, device=device)  # by the last step
 
     def write_block(self, new_B2GD: Tensor, positions_B: Tensor) -> None:
         """Keep the block that ends at each sequence's position, if one does."""

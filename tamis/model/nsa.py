@@ -58,8 +58,8 @@ class NSALayer(nn.Module):
         cache.window.write(window, start)
         compressed, seen = cache.compressed_BN2GD[:, :after], cache.selected_BT2GD[:, :end]
         gates = self.gates(x_BSE)
-        mixed, ids = tile_attention(q, compressed, seen, recent, gates, self.spec, start, start - older)
-        cache.chosen_BGn.copy_(ids[:, -1])
+        mixed, chosen = tile_attention(q, compressed, seen, recent, gates, self.spec, start, start - older)
+        cache.chosen_BGn.copy_(chosen)
         return self.out(mixed.flatten(2))
 
     def step(self, x_BE: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
@@ -73,8 +73,7 @@ class NSALayer(nn.Module):
         cache.write_one(selected, positions_B)
         cache.window.write_one(window, positions_B)
         kept = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
-        mixed, ids = decode_attention(q, *kept, self.gates(x_BE), positions_B, self.spec)
-        cache.chosen_BGn.copy_(ids)
+        mixed, cache.chosen_BGn, cache.reads_BG = decode_attention(q, *kept, self.gates(x_BE), positions_B, self.spec)
         return self.out(mixed.flatten(1))
 
     def _rotated(self, x_BSE: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,161 @@
+"""The decode kernels against the specification, and the count of what they read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
+
+# After devices, which sets up the interpreter.
+from tamis.attention.decode import decode_attention, reads, reference_tile, tile_attention  # isort: skip
+from tamis.attention.decode_kernels import Splits, decode  # isort: skip
+from tamis.attention.spec import NSASpec  # isort: skip
+
+SPECS = [NSASpec(8, 4, 16, 4, 24), NSASpec(4, 4, 8, 5, 5), NSASpec(12, 3, 6, 8, 40), NSASpec(16, 2, 4, 3, 200)]
+
+
+def caches(
+    spec: NSASpec, batch: int, tokens: int, groups: int = 2, heads: int = 3, dim: int = 16, scale: float = 1.0,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """Queries, compressed, selected, window ring and gates of `batch` sequences with room for `tokens`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (spec.compressed_blocks(tokens) + 1, tokens, min(spec.w, tokens))
+    kept = [torch.randn(batch, length, 2, groups, dim, generator=generator) for length in lengths]
+    q = torch.randn(batch, groups * heads, dim, generator=generator) * scale
+    gates = torch.sigmoid(torch.randn(batch, groups * heads, 3, generator=generator))
+    return [x.to(DEVICE, dtype) for x in (q, *kept, gates)]
+
+
+def assert_agrees(inputs: list[Tensor], positions: Tensor, spec: NSASpec, splits: Splits | None = None) -> None:
+    exact = [x.float() for x in inputs]
+    expected, ids, read = decode_attention(*exact, positions, spec, kernels=False)
+    got, got_ids, got_read = decode(*inputs, positions, spec, splits=splits)
+    assert relative_rmse(got, expected) < LIMIT[inputs[0].dtype]
+    if inputs[0].dtype == torch.float32:
+        assert torch.equal(got_ids, ids)
+        assert torch.equal(got_read, read)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_token_over_the_caches_equals_the_specification(spec: NSASpec, dtype: torch.dtype) -> None:
+    positions = torch.tensor([129, 76], device=DEVICE)
+    assert_agrees(caches(spec, 2, 130, dtype=dtype), positions, spec)
+
+
+@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 31, 63, 64, 65])
+def test_early_and_boundary_positions_agree(position: int) -> None:
+    spec = SPECS[0]
+    assert_agrees(caches(spec, 1, 80), torch.tensor([position], device=DEVICE), spec)
+
+
+@pytest.mark.parametrize("splits", [Splits(1, 1, 1), Splits(3, 2, 2), Splits(5, 1, 4)])
+def test_the_number_of_splits_does_not_change_the_result(splits: Splits) -> None:
+    spec = SPECS[0]
+    assert_agrees(caches(spec, 1, 150), torch.tensor([141], device=DEVICE), spec, splits)
+
+
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 64), (1, 6, 64), (2, 17, 24), (1, 2, 128)])
+def test_any_group_size_and_head_dim_agrees(groups: int, heads: int, dim: int) -> None:
+    spec = SPECS[0]
+    inputs = caches(spec, 1, 100, groups=groups, heads=heads, dim=dim)
+    assert_agrees(inputs, torch.tensor([98], device=DEVICE), spec)
+
+
+def test_large_logits_stay_finite_and_right() -> None:
+    spec = SPECS[0]
+    assert_agrees(caches(spec, 1, 120, scale=30.0), torch.tensor([118], device=DEVICE), spec)
+
+
+def test_many_blocks_are_ranked_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tamis.attention.decode_kernels.SCORE_ELEMENTS", 32)
+    spec = SPECS[0]
+    assert_agrees(caches(spec, 1, 400), torch.tensor([398], device=DEVICE), spec)
+
+
+def test_equal_scores_go_to_the_lower_block() -> None:
+    spec = SPECS[0]
+    inputs = caches(spec, 1, 160)
+    inputs[1].zero_()  # every compressed key alike
+    ids = decode(*inputs, torch.tensor([158], device=DEVICE), spec)[1]
+    assert ids.tolist() == [[[0, 1, 8, 9]] * 2]
+
+
+def test_what_lies_beyond_the_position_is_never_read() -> None:
+    spec, positions = SPECS[0], torch.tensor([45], device=DEVICE)
+    inputs = caches(spec, 1, 96)
+    poisoned = [x.clone() for x in inputs]
+    poisoned[1][:, spec.visible_compressed(45) :] = float("nan")
+    poisoned[2][:, 46:] = float("nan")
+    for clean, dirty in zip(decode(*inputs, positions, spec), decode(*poisoned, positions, spec), strict=True):
+        assert torch.equal(clean, dirty)
+
+
+def test_the_kernels_give_the_same_bits_twice() -> None:
+    spec, positions = SPECS[0], torch.tensor([140, 101], device=DEVICE)
+    inputs = caches(spec, 2, 150)
+    for first, again in zip(decode(*inputs, positions, spec), decode(*inputs, positions, spec), strict=True):
+        assert torch.equal(first, again)
+
+
+def test_a_tile_of_queries_goes_through_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tamis.attention.decode.QUERY_LOGITS", 2 * 6 * 4 * 23)  # four queries at a time
+    spec, start, tokens = SPECS[0], 91, 6
+    generator = torch.Generator().manual_seed(0)
+    _, compressed, selected, _, _ = caches(spec, 2, start + tokens)
+    compressed = compressed[:, : spec.compressed_blocks(start + tokens)]
+    q = torch.randn(2, tokens, 6, 16, generator=generator).to(DEVICE)
+    gates = torch.sigmoid(torch.randn(2, tokens, 6, 3, generator=generator)).to(DEVICE)
+    window = torch.randn(2, spec.w - 1 + tokens, 2, 2, 16, generator=generator).to(DEVICE)
+    arguments = (q, compressed, selected, window, gates, spec, start, start - spec.w + 1)
+    expected, ids = reference_tile(*arguments)
+    got, chosen = tile_attention(*arguments, kernels=True)
+    assert relative_rmse(got, expected) < LIMIT[torch.float32]
+    assert torch.equal(chosen, ids[:, -1])
+
+
+@pytest.mark.parametrize(("context", "expected"), [(8192, 2047), (16384, 2559), (32768, 3583), (65536, 5631)])
+def test_reads_with_the_papers_settings_are_the_published_numbers(context: int, expected: int) -> None:
+    spec = NSASpec()
+    newest = context // spec.l_sel - 1
+    ids = torch.tensor([0, *range(5, 5 + 13), newest - 1, newest], dtype=torch.int32)[None, None]
+    assert reads(ids, torch.tensor([context - 1]), spec).tolist() == [[expected]]
+    assert spec.reads_per_token(context) == expected
+
+
+def test_reads_count_only_tokens_that_exist() -> None:
+    spec = NSASpec(8, 4, 16, 4, 24)
+    ids = torch.tensor([[[0, 1, 2, -1]]], dtype=torch.int32)
+    assert reads(ids, torch.tensor([40]), spec).tolist() == [[9 + 41 + 24]]
+
+
+COMPILE = """
+import json, sys, torch
+from tests.attention.ahead_of_time import record_launches, resources
+compiled = record_launches(int(sys.argv[1]))
+from tamis.attention.decode_kernels import decode
+from tamis.attention.spec import NSASpec
+empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
+kept = [empty(1, n, 2, 2, 64) for n in (4096, 65536, 512)]
+decode(empty(1, 12, 64), *kept, empty(1, 12, 3), torch.zeros(1, dtype=torch.int64), NSASpec())
+print(json.dumps([resources(kernel) for kernel in compiled.values()]))
+"""
+
+
+@pytest.mark.parametrize(("arch", "shared"), [(80, 163 << 10), (90, 227 << 10)])
+def test_every_kernel_compiles_for_the_gpus_served_without_spilling(arch: int, shared: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for needs in json.loads(done.stdout.splitlines()[-1]):
+        assert needs["stack"] == 0
+        assert needs["shared"] <= shared
