@@ -67,6 +67,7 @@ class FakeTrainer:
         self.fault = Fault(self.run, rank)
         self.csv = CsvLog(self.run.training_csv, TRAINING_HEADER)
         self.weights, self.step = hashlib.sha256(b"seed").hexdigest(), 0
+        self.chatter = int(os.environ.get("FAKE_CHATTER", "0"))  # bytes printed per step
         self.step_s = float(os.environ.get("FAKE_STEP_S", "0.02"))
 
     def main(self, resume: str | None) -> int:
@@ -105,6 +106,8 @@ class FakeTrainer:
         self.weights = hashlib.sha256(f"{self.weights} {number}".encode()).hexdigest()
         self.step = number
         self.heartbeat.beat("step_end", number, loss=self.loss(number), grad_norm=1.0, dt_fetch_s=fetch_s)
+        if self.chatter:
+            print("x" * self.chatter, flush=True)
         if self.rank == 0:
             self.csv.append(number, 3.0, 1e-4, 1000.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, build_config, load_config
+from tamis.run.checkpoints import latest_valid_checkpoint
 from tamis.run.directory import RunDirectory
 from tamis.run.events import read_events
 from tamis.run.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.ladder import Grace
+from tamis.run.lock import RunLocked
 from tamis.run.restarts import RestartBudget
 from tamis.run.supervisor import LaunchOptions, launch
 from tamis.run.watchdog import limits_for
@@ -43,7 +46,7 @@ def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
 def quick_options(config: Config) -> LaunchOptions:
     return LaunchOptions(
         limits=limits_for(config).patience_scaled(QUICKER),
-        budget=RestartBudget(first_delay_s=0.1),
+        budget=RestartBudget(first_delay_s=float(os.environ.get("FIRST_DELAY_S", "0.1"))),
         grace=Grace(dump_s=20.0, halt_s=1.0, term_s=3.0),
         look_every_s=0.1,
         command=fake_command,
@@ -53,17 +56,27 @@ def quick_options(config: Config) -> LaunchOptions:
 class Launched:
     """A supervisor in a process of its own."""
 
-    def __init__(self, config: Config, *, ranks: int = 1, fault: dict[str, Any] | None = None, **settings: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ranks: int = 1,
+        fault: dict[str, Any] | None = None,
+        stdout: int | None = None,
+        detach: bool = False,
+        **settings: str,
+    ) -> None:
         self.config, self.run = config, RunDirectory(config.train.out_dir).create()
         (self.run.path / "wanted.yaml").write_text(config.to_yaml())
         environment = {**os.environ, "FAKE_RANKS": str(ranks), **settings}
         if fault:
             environment["FAKE_FAULT"] = json.dumps(fault)
         self.screen = open(self.run.path / "screen", "ab")  # noqa: SIM115
+        command = [sys.executable, "-u", "-m", "tests.faults.launched", str(self.run.path / "wanted.yaml"), str(ranks)]
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.faults.launched", str(self.run.path / "wanted.yaml"), str(ranks)],
+            command + (["detach"] if detach else []),
             env=environment,
-            stdout=self.screen,
+            stdout=self.screen if stdout is None else stdout,
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parents[2],
             start_new_session=True,
@@ -104,9 +117,29 @@ class Launched:
         self.screen.close()
 
 
+def weights_after(steps: int) -> str:
+    """What an unbroken run ends with."""
+    weights = hashlib.sha256(b"seed").hexdigest()
+    for number in range(1, steps + 1):
+        weights = hashlib.sha256(f"{weights} {number}".encode()).hexdigest()
+    return weights
+
+
+def assert_ends_as_unbroken(launched: Launched) -> None:
+    steps = launched.config.train.steps
+    assert latest_valid_checkpoint(launched.run) == steps
+    assert json.loads(launched.run.checkpoint(steps).read_text().split("\n")[0]) == [steps, weights_after(steps)]
+    rows = launched.run.training_csv.read_text().splitlines()[1:]
+    assert [int(row.split(",")[0]) for row in rows] == list(range(1, steps + 1))
+
+
 def main() -> int:
     config = load_config(sys.argv[1])
-    return launch(config, processes=int(sys.argv[2]), options=quick_options(config))
+    try:
+        return launch(config, processes=int(sys.argv[2]), detach="detach" in sys.argv, options=quick_options(config))
+    except RunLocked as error:
+        print(error)
+        return 2
 
 
 if __name__ == "__main__":
