@@ -25,7 +25,7 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
@@ -36,7 +36,7 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """A rename lasts through a power cut only once its directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

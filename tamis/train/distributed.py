@@ -1,4 +1,4 @@
-"""The processes of one run: who they are, how their gradients meet, and how they agree to stop.
+"""The processes of one run: who they are, how they exchange facts, and how their gradients meet.
 
 Distribution is applied to the model from outside; with one process everything here is a no-op.
 """
@@ -6,6 +6,7 @@ Distribution is applied to the model from outside; with one process everything h
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,12 +42,16 @@ class Workers:
         return x
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank. Small Python objects only; it waits."""
+        """`value` of every rank, in rank order, on every rank: small things that JSON can hold. It waits."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(own)]))
+        longest = max(int(length) for length in lengths)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, nn.functional.pad(own, (0, longest - len(own))))
+        return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -60,11 +65,10 @@ def join(config: Config) -> Iterator[Workers]:
     device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
         dist.init_process_group(_process_backend(device, world_size), timeout=COLLECTIVE_TIMEOUT)
-    try:
-        yield Workers(rank, world_size, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield Workers(rank, world_size, device)
+    # Not after an error: leaving in order may wait for a peer that is no longer there.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -80,6 +84,10 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
 def _process_backend(device: torch.device, world_size: int) -> str:
     if device.type == "cpu":
         return "gloo"
@@ -88,10 +96,29 @@ def _process_backend(device: torch.device, world_size: int) -> str:
     return "cpu:gloo,cuda:nccl" if local <= torch.cuda.device_count() else "gloo"
 
 
+def model_config(config: Config, workers: Workers) -> Config:
+    """The configuration to build the model from: several processes checkpoint activations only if told to twice."""
+    runtime = config.runtime
+    if workers.world_size == 1 or not (runtime.gradient_checkpointing and runtime.ddp_disable_gc):
+        return config
+    return config.model_copy(update={"runtime": runtime.model_copy(update={"gradient_checkpointing": False})})
+
+
+def is_sharded(config: Config, workers: Workers) -> bool:
+    """Whether parameters and optimizer state are divided among the processes."""
+    return workers.world_size > 1 and config.runtime.parallel == "fsdp"
+
+
 def distribute(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
-    """The model with its gradients averaged over all processes."""
-    if workers.world_size == 1:
-        return model
+    """The model with its gradients averaged over all processes, and with `fsdp` its parameters divided among them."""
+    if is_sharded(config, workers):
+        from tamis.train.fsdp import shard
+
+        return shard(model, config, workers.device)
+    return model if workers.world_size == 1 else _replicate(model, config, workers)
+
+
+def _replicate(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
     runtime = config.runtime
     wrapped = nn.parallel.DistributedDataParallel(
         model,
@@ -102,18 +129,22 @@ def distribute(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
         gradient_as_bucket_view=True,
     )
     if runtime.ddp_compress != "none" and not runtime.ddp_safe_mode:
-        wrapped.register_comm_hook(None, _compression_hook(runtime.ddp_compress))
+        compress = _compression_hook(runtime.ddp_compress)
+        # In a lambda: DDP refuses torch's bf16 hook by its name without NCCL, though gloo carries bf16 as well.
+        wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
     return wrapped
 
 
-def _compression_hook(kind: str) -> Any:
+def _compression_hook(dtype: str) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    return default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook
+    return default_hooks.bf16_compress_hook if dtype == "bf16" else default_hooks.fp16_compress_hook
 
 
 def synchronised_only_if(last: bool, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Gradients meet once per optimizer step: on its last micro-batch."""
-    if last or not isinstance(model, nn.parallel.DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
+    if not last and isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.no_sync()
+    if (set_synchronised := getattr(model, "set_requires_gradient_sync", None)) is not None:
+        set_synchronised(last)  # FSDP's way to say the same
+    return contextlib.nullcontext()

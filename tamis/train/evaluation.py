@@ -10,8 +10,8 @@ from tamis.train.step import TrainStep
 
 
 @torch.no_grad()
-def validation_loss(step: TrainStep, batches: list[np.ndarray], workers: Workers) -> float:
-    """Mean over all batches of all ranks, in nats per token."""
+def validation_loss(step: TrainStep, batches: list[np.ndarray], workers: Workers) -> float | None:
+    """Mean over all batches of all ranks, in nats per token; None when nothing is held out."""
     step.model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
@@ -19,4 +19,4 @@ def validation_loss(step: TrainStep, batches: list[np.ndarray], workers: Workers
         sums += torch.tensor([float(loss), 1.0], dtype=torch.float64)
     step.model.train()
     total, count = (sum(column) for column in zip(*workers.gather(sums.tolist()), strict=True))
-    return total / count
+    return total / count if count else None

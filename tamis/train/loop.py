@@ -30,7 +30,7 @@ def _due(step: int, every: int) -> bool:
 
 def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
     assert reason is not None
-    _save_last_step(session)
+    session.save_if_new()
     if reason == "halt" and session.workers.is_main:
         session.progress.say(f"[tamis] halted at step {session.step}: {HaltFile(session.run.halt).consume()}")
     session.telemetry.beat("halted", session.step, exit_code=int(EXIT_CODE_OF[reason]), detail=reason)
@@ -38,12 +38,7 @@ def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
 
 
 def _done(session: Session) -> ExitCode:
-    _save_last_step(session)
+    session.save_if_new()
     session.evaluate()
     session.telemetry.beat("done", session.step, exit_code=int(ExitCode.DONE))
     return ExitCode.DONE
-
-
-def _save_last_step(session: Session) -> None:
-    if session.step not in session.run.checkpoints():
-        session.save()

@@ -7,12 +7,10 @@ torchrun --nproc_per_node=2 -m tamis.train.main --config OUT/config.yaml --resum
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from tamis.attention.backend import describe
 from tamis.config import Config, ConfigError, load_config
@@ -23,14 +21,17 @@ from tamis.run.environment import describe_environment
 from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
 from tamis.run.hardware import read_gpus
+from tamis.run.heartbeat import read_heartbeats
 from tamis.run.lock import RunLocked
 from tamis.run.records import write_json_atomic, write_text_atomic
 from tamis.size import flops_per_token, parameter_count
-from tamis.train.distributed import join
+from tamis.train.distributed import Workers, device_name, join
 from tamis.train.guards import Anomaly
 from tamis.train.loop import train
 from tamis.train.session import Session
 from tamis.train.step import COMPUTE_DTYPE
+
+STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.ANOMALY)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
     parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
     except (ConfigError, RunLocked) as error:
@@ -50,6 +51,8 @@ def train_config(config: Config, resume: str | None = None) -> int:
     """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
     started = time.time()
     with join(config) as workers:
+        if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
+            return ended
         session = Session(config, workers)
         try:
             return _train(session, resume, started)
@@ -64,11 +67,22 @@ def train_config(config: Config, resume: str | None = None) -> int:
             session.leave()
 
 
+def _end_before_restart(run: RunDirectory, workers: Workers) -> int | None:
+    """torchrun's elastic restarts also restart workers that were told to stop, or cannot go on: they end again."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return None
+    last = read_heartbeats(run.heartbeat(0), tail=1) if workers.is_main else []
+    code = workers.gather(last[-1].exit_code if last else None)[0]
+    return int(code) if code in STAYS_ENDED else None
+
+
 def _train(session: Session, resume: str | None, started: float) -> int:
     _announce(session)
     if session.workers.is_main:
         _prepare_directory(session, started)
-    session.open(_checkpoint_to_resume(session.run, resume))
+    # Chosen by one rank for all: each looking for itself could see another newest.
+    chosen = _checkpoint_to_resume(session.run, resume) if session.workers.is_main else None
+    session.open(session.workers.gather(chosen)[0])
     code = train(session)
     if session.workers.is_main:
         write_json_atomic(session.run.metrics_json, _metrics(session, code, started))
@@ -94,10 +108,6 @@ def _announce(session: Session) -> None:
     say(f"[tamis] {describe(workers.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k)}")
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
-
-
 def _prepare_directory(session: Session, started: float) -> None:
     run = session.run
     if not session.signals.is_supervised and (stale := HaltFile(run.halt).discard_stale(started)):
@@ -108,19 +118,20 @@ def _prepare_directory(session: Session, started: float) -> None:
     write_json_atomic(run.env_json, describe_environment(read_gpus()))
 
 
-def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> Path | None:
+def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
     """An explicit file is used or refused; `auto` takes the newest valid one, if there is any."""
     if resume != "auto":
-        return Path(resume) if resume else None
+        return resume or None
     step = latest_valid_checkpoint(run)
-    return run.checkpoint(step) if step is not None else None
+    return str(run.checkpoint(step)) if step is not None else None
 
 
 def _failed(session: Session, code: ExitCode, message: str) -> int:
     """Every rank says why it ends; the main one also names the checkpoint to go on from."""
     session.telemetry.beat("failed", session.step, exit_code=int(code), detail=message)
     session.progress.say(f"[tamis] {_last_good(session.run)}")
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    who = f" on rank {session.workers.rank}" if session.workers.world_size > 1 else ""
+    print(f"error{who}: {message}", file=sys.stderr, flush=True)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ class Stepper:
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
         self.config = config
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
         self.optimizer = build_optimizer(model, config)
         self.scaler = loss_scaler(config, device)
         self.keep_gradients = False  # True: gradients keep their buffers, as a CUDA graph needs
@@ -42,12 +44,19 @@ class Stepper:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def step(self, number: int) -> Tensor:
-        """Apply the gradients as optimizer step `number`; returns their norm before clipping, on the device."""
+    def step(self, number: int, veto: Tensor | None = None) -> Tensor:
+        """Apply the gradients as optimizer step `number`; returns their norm before clipping, on the device.
+
+        A `veto` that is true on the device makes the norm NaN, and like any norm that is not finite forbids the update.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(number, self.config.train)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if veto is not None:
+            smallest = min(gradients, key=lambda gradient: gradient.numel())
+            smallest *= torch.where(veto, math.nan, 1.0)
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = _whole(torch.nn.utils.get_total_norm(gradients))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.train.grad_clip, norm)
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
@@ -59,12 +68,32 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return norm
 
-    def state_dict(self) -> dict[str, object]:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name, so that it means the same whatever the order or the sharding of the parameters."""
+        optimizer = {name: dict(self.optimizer.state[p]) for name, p in self.named.items() if p in self.optimizer.state}
+        return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+    def blank_moments(self) -> dict[str, dict[str, Tensor]]:
+        """An optimizer state to read a checkpoint into, divided among the processes as the parameters are."""
+        return {
+            name: {
+                "step": torch.zeros((), device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+            for name, p in self.named.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Groups, learning rate and betas are not part of it: they follow from the configuration."""
+        for name, moments in state["optimizer"].items():
+            self.optimizer.state[self.named[name]] = dict(moments)
         self.scaler.load_state_dict(state["scaler"])
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Under FSDP each rank has the norm of its own shards: a DTensor, whose parts are put together here."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def loss_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:

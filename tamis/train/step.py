@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.config import Config
 from tamis.model import Decoder
-from tamis.train.distributed import Workers, distribute, synchronised_only_if
+from tamis.train import step_numbers
+from tamis.train.agreement import weights_differ
+from tamis.train.distributed import Workers, distribute, is_sharded, synchronised_only_if
 from tamis.train.graph import GraphedMicroBatch
 from tamis.train.optimizer import Stepper
 from tamis.train.profiling import marked
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass
-class StepResult:
-    """Of one optimizer step, still on the device."""
-
-    loss: Tensor  # this rank's mean over its micro-batches, nats per token
-    grad_norm: Tensor  # of the averaged gradient, before clipping
-    gates: Tensor | None  # [layers, 5], see model.nsa.GATE_STATISTICS; None for the dense twin
 
 
 class Loss(nn.Module):
@@ -43,9 +36,9 @@ class Loss(nn.Module):
 
 class TrainStep:
     def __init__(self, decoder: Decoder, config: Config, workers: Workers) -> None:
-        self.decoder, self.config, self.device = decoder, config, workers.device
-        self.stepper = Stepper(decoder, config, workers.device)
+        self.decoder, self.config, self.workers, self.device = decoder, config, workers, workers.device
         self.model = distribute(Loss(decoder), config, workers)
+        self.stepper = Stepper(decoder, config, workers.device)  # after FSDP has replaced the parameters
         on_gpu, plain = workers.device.type == "cuda", config.runtime.ddp_safe_mode
         self._call: Any = torch.compile(self.model) if config.runtime.compile and on_gpu and not plain else self.model
         self._graph: GraphedMicroBatch | None = None
@@ -57,17 +50,31 @@ class TrainStep:
         with attention_kernels(self.config), autocast(self.config, self.device):
             return self._call(tokens_BS1)  # type: ignore[no-any-return]
 
-    def __call__(self, tokens_ABS1: np.ndarray, number: int) -> StepResult:
-        """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`."""
-        micro_batches = self._to_device(tokens_ABS1)
+    def __call__(self, tokens_ABS1: np.ndarray | None, number: int, flags: Sequence[bool] = ()) -> Tensor:
+        """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`; returns its `step_numbers`.
+
+        A rank without data (None) takes part all the same, so that nobody waits for it; then no rank updates.
+        """
+        micro_batches = self._to_device(self._no_tokens() if tokens_ABS1 is None else tokens_ABS1)
         losses, gates = [], None
         for index, tokens in enumerate(micro_batches):
             with synchronised_only_if(index + 1 == len(micro_batches), self.model):
                 loss, gates = (self._graph or self._forward_backward)(tokens)
             losses.append(loss)
+        own = step_numbers.own_part(torch.stack(losses).mean(), tokens_ABS1 is None, flags, gates)
+        averaged = self.workers.mean_(own)
         with marked("optimizer"):
-            norm = self.stepper.step(number)
-        return StepResult(torch.stack(losses).mean(), norm, gates)
+            norm = self.stepper.step(number, veto=step_numbers.forbids_update(averaged))
+        return step_numbers.whole(averaged, norm, self._weights_differ(number))
+
+    def _weights_differ(self, number: int) -> Tensor:
+        every = self.config.runtime.weight_check_every
+        is_due = every > 0 and number % every == 0 and not is_sharded(self.config, self.workers)  # shards are no copies
+        return weights_differ(self.decoder, self.workers) if is_due else torch.zeros((), device=self.device)
+
+    def _no_tokens(self) -> np.ndarray:
+        train = self.config.train
+        return np.zeros((train.accumulate_grad_batches, train.batch_size, train.seq_len + 1), np.int32)
 
     def _forward_backward(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
         with marked("forward"):

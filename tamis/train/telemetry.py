@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class StepNote:
     step: int
     lr: float
     fetch_s: float  # how long it waited for its batch
+    position: dict[str, Any] = field(default_factory=dict)  # in the data, before that batch
 
 
 @dataclass(frozen=True)
