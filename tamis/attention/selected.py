@@ -14,7 +14,7 @@ from tamis.attention.spec import NSASpec
 def selected_forward(
     q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32 (0 and −inf where nothing is seen)."""
+    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32; 0 and −inf where nothing is seen."""
     q, k, v, ids = (_unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn))
     return selected_pairs.forward(q, k, v, ids, spec)
 
@@ -33,7 +33,7 @@ def selected_backward(
     spec: NSASpec,
     accumulate_dq: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v; that of q is written to `dq`, or added to it. `dout` is the gradient of the mixed output."""
+    """Gradients of k and v; q's is written to `dq`, or added to it. `dout` is the gradient of the mixed output."""
     q, k, v, ids, dout = (_unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
     gates = gates_BSH3[..., branch]
     lse, delta = lse_BHS.contiguous(), delta_BHS.contiguous()

@@ -1,12 +1,12 @@
 """Which queries chose each block: the inverse of the selection, built on the device without asking the host.
 
 A *pair* is one query token together with one of its chosen blocks. The backward pass, and the forward pass of long
-sequences, keep a block's keys and values at hand and walk the tokens that chose it, so they need the pairs sorted by block.
+sequences, keep a block's keys and values at hand and walk the tokens that chose it: they need the pairs sorted by block.
 Tokens are ascending within a list, always: the order of summation is fixed, so the same inputs give the same bits.
 
-Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work chunk
-by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment, group and block.
-Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most `ITEM` tokens.
+Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
+chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment, group
+and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most `ITEM` tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -142,7 +142,7 @@ def _build_span(ids_BSGn: Tensor, layout: Layout, first_chunk: int, chunks: int)
 
 @triton.jit
 def _locate_pairs(ids, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, BLOCK):
-    """For one tile of pairs: whether each exists, its word among the marks, its bit there, and what a list stores of it."""
+    """For a tile of pairs: whether each exists, its word among the marks, its bit there, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(ids + pair, mask=pair < last, other=-1)
     exists = block >= 0

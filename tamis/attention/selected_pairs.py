@@ -1,7 +1,7 @@
 """Selected attention, block by block: keys and values stay at hand while the tokens that chose the block pass by.
 
-Work is exactly the chosen pairs, whatever the choices. The price is one partial result per pair (an output in the forward
-pass, a query gradient in the backward pass), written once and summed in the order of the slots by a second kernel.
+Work is exactly the chosen pairs, whatever the choices. The price is one partial result per pair (an output in the
+forward pass, a query gradient in the backward pass), written once and summed in slot order by a second kernel.
 
 Rows of a tile are tokens × heads of the group: six heads × 21 tokens fill 126 of 128 rows.
 Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
@@ -21,6 +21,9 @@ from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import padded, precision
 
 
+MERGED_AT_ONCE = 8192  # elements a program of the merge kernels reads at once
+
+
 def forward(
     q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -35,6 +38,7 @@ def forward(
     pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
     part_out = torch.empty((pair_rows, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
+    merge_grid, merge_sizes = _merge_launch(layout, sizes)
     scale = dim**-0.5 * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout):
         _forward_items[(layout.items_per_chunk, parts)](
@@ -42,11 +46,10 @@ def forward(
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
-        merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
-        _merge_outputs[_merge_grid(layout, merge_rows, sizes["R"])](
+        _merge_outputs[merge_grid](
             part_out, part_lse, ids_BSGn, out, lse, lists.first_segment, layout.segments_per_sequence, layout.segment,
             tokens, layout.segments, *ids_BSGn.stride()[:3],
-            G=sizes["G"], R=sizes["R"], N=sizes["N"], SUB=parts, D=dim, BD=sizes["BD"], ROWS=merge_rows, num_warps=4,
+            **merge_sizes,
         )  # fmt: skip
     return out, lse
 
@@ -80,6 +83,7 @@ def backward(
     dv_sum = torch.empty_like(dk_sum) if several else dv
     part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
     part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
+    merge_grid, merge_sizes = _merge_launch(layout, sizes)
     scale = dim**-0.5
     statistics = _gather_statistics(lse_BHS, delta_BHS, gates_BSH)
     for lists in chunks_of_pairs(ids_BSGn, layout):
@@ -89,17 +93,15 @@ def backward(
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
-        merge_rows = max(64, triton.next_power_of_2(sizes["R"]))
-        _merge_query_gradients[_merge_grid(layout, merge_rows, sizes["R"])](
+        _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
-            G=sizes["G"], R=sizes["R"], N=sizes["N"], SUB=parts, D=dim, BD=sizes["BD"], ROWS=merge_rows,
-            ADD=accumulate_dq, num_warps=4,
+            ADD=accumulate_dq, **merge_sizes,
         )  # fmt: skip
-        _merge_key_gradients[(layout.lists_per_chunk, parts)](
+        _merge_key_gradients[(layout.lists_per_chunk, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
             layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
-            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], num_warps=4,
+            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ITEMS=4,
         )  # fmt: skip
     return dk, dv
 
@@ -154,7 +156,7 @@ def _forward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
 def _backward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
     if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
         return config(max(32, triton.next_power_of_2(sizes["R"])), 4, 1)
-    return config(128, 8, 2) if sizes["BD"] <= 64 else config(64, 8, 2)
+    return config(64, 4, 3) if sizes["BD"] <= 64 else config(64, 8, 2)
 
 
 def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
@@ -164,8 +166,14 @@ def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
     )  # fmt: skip
 
 
-def _merge_grid(layout: Layout, rows: int, heads: int) -> tuple[int, int]:
-    return triton.cdiv(layout.segment, rows // heads), layout.segments_per_chunk * layout.groups
+def _merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """Grid (tokens, groups, parts of the group's heads) and sizes for the kernels that join a token's partial results."""
+    slots = triton.next_power_of_2(sizes["N"] * sizes["SUB"])
+    heads = triton.next_power_of_2(sizes["R"])
+    while heads > 1 and slots * heads * sizes["BD"] > MERGED_AT_ONCE:
+        heads //= 2
+    grid = (layout.segment, layout.segments_per_chunk * layout.groups, triton.cdiv(sizes["R"], heads))
+    return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | {"BR": heads, "BS": slots}
 
 
 @triton.jit
@@ -180,11 +188,11 @@ def _place_of_list(list_id, first_segment, per_sequence, segment, blocks, G: tl.
 
 @triton.jit
 def _pairs_of_tile(pairs, tile, start, count, R: tl.constexpr, ROWS: tl.constexpr):
-    """The pair of every row of a tile of tokens × heads, and whether the row exists."""
+    """The pair of every row of a tile of tokens × heads, −1 where the row does not exist."""
     row = tl.arange(0, ROWS)
     entry = tile * (ROWS // R) + row // R
     live = (row < (ROWS // R) * R) & (entry < count)
-    return tl.load(pairs + start + entry, mask=live, other=0), live
+    return tl.load(pairs + start + entry, mask=live, other=-1)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -218,66 +226,71 @@ def _forward_items(
     first_row = (segment_group.to(tl.int64) * segment * N * SUB + sub) * R
     part_out += first_row * D
     part_lse += first_row
+    next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
-        pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        pair = tl.maximum(next_pair, 0)
+        live = next_pair >= 0
+        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
-        top = tl.max(s, 1)
+        top = tl.max(s, 1) * scale
         top = tl.where(top == -float("inf"), 0.0, top)
-        p = tl.exp2(s - top[:, None])
+        p = tl.exp2(s * scale - top[:, None])
         total = tl.sum(p, 1)
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-        o = o / tl.where(total == 0.0, 1.0, total)[:, None]
+        o = o * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         row = pair.to(OFFSET) * (SUB * R) + head
         store_rows(part_out, row * D, o, live, D, BD)
         tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
 @triton.jit
-def _merge_rows_of_tile(segment, tokens, first_segment, per_sequence, segments, G, R: tl.constexpr, ROWS: tl.constexpr):
-    """Where a tile of tokens × heads of the merge kernels lies: rows live, sequence, token, group, head, first pair."""
-    row = tl.arange(0, ROWS)
-    in_segment = tl.program_id(0) * (ROWS // R) + row // R
+def _token_of_program(segment, tokens, first_segment, per_sequence, segments, G: tl.constexpr):
+    """Where a program of the merge kernels lies, one per token and group: whether it exists, sequence, token, group, and
+    the token's number within the chunk and group."""
     segment_group = tl.program_id(1)
     index = first_segment + segment_group // G
-    sequence = (index // per_sequence).to(tl.int64)
-    token = (index % per_sequence) * segment + in_segment
-    live = (row < (ROWS // R) * R) & (in_segment < segment) & (token < tokens) & (index < segments)
+    token = (index % per_sequence) * segment + tl.program_id(0)
+    exists = (token < tokens) & (index < segments)
     segment_group = segment_group.to(tl.int64)
-    return live, sequence, token.to(tl.int64), segment_group % G, row % R, segment_group * segment + in_segment
+    sequence = (index // per_sequence).to(tl.int64)
+    return exists, sequence, token.to(tl.int64), segment_group % G, segment_group * segment + tl.program_id(0)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
 def _merge_outputs(
     part_out, part_lse, ids, out, lse, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
-    live, sequence, token, group, head, local_token = _merge_rows_of_tile(
-        segment, tokens, first_segment, per_sequence, segments, G, R, ROWS
+    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2). All parts are read at once."""
+    exists, sequence, token, group, local_token = _token_of_program(
+        segment, tokens, first_segment, per_sequence, segments, G
     )
-    ids += sequence * i_b + token * i_s + group * i_g
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BD), tl.float32)
-    for part in range(N * SUB):
-        used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
-        row = (local_token * (N * SUB) + part) * R + head
-        part_top = tl.load(part_lse + row, mask=used, other=-float("inf"))
-        new_top = tl.maximum(top, part_top)
-        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-        old, new = tl.exp2(top - shift), tl.exp2(part_top - shift)
-        acc = acc * old[:, None] + load_rows(part_out, row * D, used, D, BD).to(tl.float32) * new[:, None]
-        total = total * old + new
-        top = new_top
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out, ((sequence * tokens + token) * G * R + group * R + head) * D, acc, live, D, BD)
+    if not exists:
+        return
+    part = tl.arange(0, BS)
+    head = tl.program_id(2) * BR + tl.arange(0, BR)
+    head_live = head < R
+    block = tl.load(ids + sequence * i_b + token * i_s + group * i_g + part // SUB, mask=part < N * SUB, other=-1)
+    used = (block >= 0)[:, None] & head_live[None, :]
+    row = (local_token * (N * SUB) + part)[:, None] * R + head[None, :]
+    part_top = tl.load(part_lse + row, mask=used, other=-float("inf"))
+    column = tl.arange(0, BD)
+    mask = used[:, :, None] if D == BD else used[:, :, None] & (column < D)[None, None, :]
+    values = tl.load(part_out + row[:, :, None] * D + column[None, None, :], mask=mask, other=0.0)
+    top = tl.max(part_top, 0)
+    weight = tl.exp2(part_top - tl.where(top == -float("inf"), 0.0, top)[None, :])
+    total = tl.sum(weight, 0)
+    merged = tl.sum(values.to(tl.float32) * weight[:, :, None], 0)
+    merged = merged * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    q_head = group * R + head
+    store_rows(out, ((sequence * tokens + token) * (G * R) + q_head) * D, merged, head_live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + (sequence * G * R + group * R + head) * tokens + token, natural, mask=live)
+    tl.store(lse + (sequence * (G * R) + q_head) * tokens + token, natural, mask=head_live)
 
 
 @triton.jit
@@ -333,8 +346,11 @@ def _backward_items(
     part_dq += (segment_group.to(tl.int64) * segment * N * SUB + sub) * R * D
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
+    next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
-        pair, live = _pairs_of_tile(pairs, tile, start, count, R, ROWS)
+        pair = tl.maximum(next_pair, 0)
+        live = next_pair >= 0
+        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
@@ -344,9 +360,9 @@ def _backward_items(
         row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
         row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
         p = tl.exp2(s * scale - row_lse[:, None])
         p = tl.where(last_key[None, :] <= token[:, None], p, 0.0)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         weighted = (p * row_gate[:, None]).to(do_tile.dtype)
         dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
         ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
@@ -364,23 +380,28 @@ def _backward_items(
 def _merge_query_gradients(
     part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale,
     i_b, i_s, i_g, dq_b, dq_s, dq_h,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    live, sequence, token, group, head, local_token = _merge_rows_of_tile(
-        segment, tokens, first_segment, per_sequence, segments, G, R, ROWS
+    exists, sequence, token, group, local_token = _token_of_program(
+        segment, tokens, first_segment, per_sequence, segments, G
     )
-    ids += sequence * i_b + token * i_s + group * i_g
-    acc = tl.zeros((ROWS, BD), tl.float32)
-    for part in range(N * SUB):
-        used = live & (tl.load(ids + part // SUB, mask=live, other=-1) >= 0)
-        row = (local_token * (N * SUB) + part) * R + head
-        acc += load_rows(part_dq, row * D, used, D, BD).to(tl.float32)
-    acc = acc * scale
+    if not exists:
+        return
+    part = tl.arange(0, BS)
+    head = tl.program_id(2) * BR + tl.arange(0, BR)
+    head_live = head < R
+    block = tl.load(ids + sequence * i_b + token * i_s + group * i_g + part // SUB, mask=part < N * SUB, other=-1)
+    used = (block >= 0)[:, None] & head_live[None, :]
+    row = (local_token * (N * SUB) + part)[:, None] * R + head[None, :]
+    column = tl.arange(0, BD)
+    mask = used[:, :, None] if D == BD else used[:, :, None] & (column < D)[None, None, :]
+    values = tl.load(part_dq + row[:, :, None] * D + column[None, None, :], mask=mask, other=0.0)
+    merged = tl.sum(values.to(tl.float32), 0) * scale
     target = sequence * dq_b + token * dq_s + (group * R + head) * dq_h
     if ADD:
-        acc += load_rows(dq, target, live, D, BD).to(tl.float32)
-    store_rows(dq, target, acc, live, D, BD)
+        merged += load_rows(dq, target, head_live, D, BD).to(tl.float32)
+    store_rows(dq, target, merged, head_live, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -388,29 +409,33 @@ def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
     first_segment, per_sequence, segments, blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    KEYS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Add up a list's items in order, onto what earlier segments of the sequence gave; round with the last segment."""
     list_id = tl.program_id(0)
-    sub = tl.program_id(1)
     segment_group = list_id // blocks
     index = first_segment + segment_group // G
-    if index >= segments:
-        return
+    part = index % per_sequence
+    items = tl.load(list_items + list_id)
+    last = part == per_sequence - 1
+    if (index >= segments) | ((items == 0) & (part > 0) & (part < per_sequence - 1)):
+        return  # nothing to add, nothing to round
     sequence = (index // per_sequence).to(tl.int64)
     group = segment_group % G
-    in_block = sub * BN + tl.arange(0, BN)
+    in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     key = (list_id % blocks) * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    part = index % per_sequence
     dk_acc = load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
     dv_acc = load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
     first = tl.load(list_first + list_id)
-    for item in range(first, first + tl.load(list_items + list_id)):
-        row = ((item * SUB + sub) * BN + tl.arange(0, BN)).to(tl.int64)
-        dk_acc += load_rows(part_dk, row * D, live, D, BD)
-        dv_acc += load_rows(part_dv, row * D, live, D, BD)
-    last = part == per_sequence - 1
+    column = tl.arange(0, BD)[None, None, :]
+    for begin in range(0, items, ITEMS):
+        item = begin + tl.arange(0, ITEMS)
+        row = ((first + item).to(tl.int64) * (SUB * BN))[:, None] + in_block[None, :]
+        mask = (item < items)[:, None, None] & live[None, :, None] & (column < D)
+        dk_acc += tl.sum(tl.load(part_dk + row[:, :, None] * D + column, mask=mask, other=0.0), 0)
+        dv_acc += tl.sum(tl.load(part_dv + row[:, :, None] * D + column, mask=mask, other=0.0), 0)
     store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
     store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
     store_rows(dk, target, dk_acc * scale, live & last, D, BD)

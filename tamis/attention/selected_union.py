@@ -1,8 +1,8 @@
 """Selected attention, query tile by query tile: neighbouring tokens walk all blocks that any of them chose.
 
-A row that did not choose a block lets it pass: masking whole rows costs nothing per score. While most blocks are chosen by
-some token of the tile (short sequences, or neighbours that choose alike) this is dense attention at dense speed, and nothing
-but the result is written. Rows of a tile are tokens × heads of the group.
+A row that did not choose a block lets it pass: masking whole rows costs nothing per score. While most blocks are chosen
+by some token of the tile (short sequences, or neighbours that choose alike) this is dense attention at dense speed, and
+nothing but the result is written. Rows of a tile are tokens × heads of the group.
 
 Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
 """
@@ -22,9 +22,7 @@ from tamis.attention.tiles import padded, precision
 WORD = 64  # blocks per word of a token's choices
 
 
-def forward(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec
-) -> tuple[Tensor, Tensor]:
+def forward(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch."""
     batch, tokens, heads, dim = q_BSHD.shape
     groups, slots = ids_BSGn.shape[2:]
@@ -57,7 +55,7 @@ def forward(
 def _forward_config(q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
     if q_BSHD.dtype == torch.float32 or q_BSHD.shape[-1] > 128:
         return config(max(32, triton.next_power_of_2(heads_per_group)), 4, 1)
-    return config(128, 8, 3)
+    return config(128, 4, 3) if q_BSHD.shape[-1] <= 64 else config(128, 8, 3)
 
 
 @triton.jit
@@ -80,9 +78,8 @@ def _unite_choices(
     token_live = (in_tile < TILE) & (token < tokens)
     slot = tl.arange(0, BS)
     ids += (sequence_group // G) * i_b + (sequence_group % G) * i_g
-    block = tl.load(
-        ids + token.to(tl.int64)[:, None] * i_s + slot[None, :], mask=token_live[:, None] & (slot < N)[None, :], other=-1
-    )
+    exists = token_live[:, None] & (slot < N)[None, :]
+    block = tl.load(ids + token.to(tl.int64)[:, None] * i_s + slot[None, :], mask=exists, other=-1)
     union += (sequence_group * tiles + tile) * (blocks + 1)
     first += (sequence_group * tiles + tile) * (W + 2)
     choices += (sequence_group * tokens + token) * W
@@ -111,7 +108,7 @@ def _attend_block(
     L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax. Only rows that chose the block take part; only the tile's own blocks look at order."""
+    """One step of the running softmax. Rows that did not choose the block sit it out; CAUSAL looks at the order of tokens."""
     in_block = sub * BN + tl.arange(0, BN)
     key = block * L_SEL + in_block
     key64 = key.to(tl.int64)
@@ -192,4 +189,5 @@ def _forward_tiles(
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
-    tl.store(lse + (sequence * (G * R) + head) * tokens + token64, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+    natural = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + (sequence * (G * R) + head) * tokens + token64, natural, mask=live)
