@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class CsvLog:
     def __init__(self, path: str | Path, header: str) -> None:
         self.path = Path(path)
         self.header = header
+        self._waiting: list[str] = []  # rows a full disk refused; written with the next one
 
     def resume_at(self, step: int) -> None:
         """Keep the rows up to `step`, which a resumed run does not write again; 0 starts the file afresh.
@@ -64,8 +66,21 @@ class CsvLog:
         row = ",".join(_cell(value) for value in values)
         if len(values) != len(self.header.split(",")):
             raise ValueError(f"{self.path.name} has the columns {self.header}, got the row {row}")
-        with open(self.path, "a", encoding="utf-8") as file:  # opened each time: rows are rare, and rotation is safe
-            file.write(row + "\n")
+        self._waiting.append(row + "\n")
+        with contextlib.suppress(OSError):  # a full disk must neither end the training nor cost a row
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            rows, size = "".join(self._waiting).encode(), file.tell()
+            try:
+                complete = file.write(rows) == len(rows)
+            except OSError:
+                complete = False
+            if complete:
+                self._waiting.clear()
+            else:
+                file.truncate(size)
 
     def _lines(self) -> list[str]:
         """Complete rows, without the header; the last line counts only if its newline was written."""

@@ -1,6 +1,7 @@
 """CSV logs and small files survive kills, resumes and full disks."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_small_and_large_numbers_keep_their_digits(tmp_path: Path) -> None:
     log.resume_at(0)
     log.append(50000, 3.1415927, 2e-7, 1234567.9)
     assert log.path.read_text().splitlines()[1] == "50000,3.1415927,2e-07,1234567.9"
+
+
+def test_rows_a_full_disk_refused_are_written_with_the_next(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "training.csv", TRAINING_HEADER)
+    log.resume_at(0)
+    log.append(1, 3.0, 1e-4, 10.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 5, before[1]))  # room for half a row
+    try:
+        log.append(2, 3.0, 1e-4, 10.0)
+        log.append(3, 3.0, 1e-4, 10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(log.path.read_text().splitlines()) == 2
+    log.append(4, 3.0, 1e-4, 10.0)
+    assert [line.split(",")[0] for line in log.path.read_text().splitlines()] == ["step", "1", "2", "3", "4"]
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path: Path) -> None:
