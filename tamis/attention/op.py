@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tamis.attention.compressed import compressed_backward, compressed_forward
 from tamis.attention.mix import mix_backward, mix_forward
+from tamis.attention.ranges import marked
 from tamis.attention.selected import selected_backward, selected_forward
 from tamis.attention.selection import select_from_lse
 from tamis.attention.spec import NSASpec
@@ -36,10 +37,14 @@ def nsa_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mixed output, three ungated outputs, their log-sum-exps, block ids)."""
     geometry = NSASpec(*spec)
-    out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, geometry)
-    ids = select_from_lse(q, k_cmp, lse_cmp, geometry)
-    out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, geometry)
-    out_win, lse_win = window_forward(q, k_win, v_win, geometry)
+    with marked("compressed"):
+        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, geometry)
+    with marked("selection"):
+        ids = select_from_lse(q, k_cmp, lse_cmp, geometry)
+    with marked("selected"):
+        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, geometry)
+    with marked("window"):
+        out_win, lse_win = window_forward(q, k_win, v_win, geometry)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous())
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tamis.attention.ranges import marked
 from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train import step_numbers
@@ -18,7 +19,6 @@ from tamis.train.agreement import weights_differ
 from tamis.train.distributed import Workers, distribute, is_sharded, synchronised_only_if
 from tamis.train.graph import GraphedMicroBatch
 from tamis.train.optimizer import Stepper
-from tamis.train.profiling import marked
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -42,7 +42,8 @@ class TrainStep:
         on_gpu, plain = workers.device.type == "cuda", config.runtime.ddp_safe_mode
         self._call: Any = torch.compile(self.model) if config.runtime.compile and on_gpu and not plain else self.model
         self._graph: GraphedMicroBatch | None = None
-        if config.runtime.cuda_graph and on_gpu and workers.world_size == 1:
+        # A replayed graph does not come by the ranges that a profiler was promised.
+        if config.runtime.cuda_graph and on_gpu and workers.world_size == 1 and not config.runtime.nvtx:
             self.stepper.keep_gradients = True
             self._graph = GraphedMicroBatch(self._forward_backward, decoder.parameters())
 

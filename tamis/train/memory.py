@@ -1,0 +1,68 @@
+"""Memory on record: snapshots around a step (`runtime.mem_dump_every`), and what to change when it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tamis.config import Config
+from tamis.run.directory import RunDirectory
+from tamis.run.records import write_json_atomic, write_text_atomic
+from tamis.train.distributed import Workers
+
+GIB = 1 << 30
+
+
+class MemoryDumps:
+    """Writes mem_pre_step{N} and mem_post_step{N}, one pair per rank, every so many steps; 0: never."""
+
+    def __init__(self, every: int, run: RunDirectory, workers: Workers) -> None:
+        self.every, self.run, self.workers = every, run, workers
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        is_due = self.every > 0 and step % self.every == 0
+        if is_due:
+            self.write("pre", step)
+        yield
+        if is_due:
+            self.write("post", step)
+
+    def write(self, moment: str, step: int) -> None:
+        """The figures as JSON; on a GPU also PyTorch's own table of its allocator."""
+        rank, device = self.workers.rank, self.workers.device
+        write_json_atomic(self.run.memory_dump(moment, step, f"rank{rank}.json"), memory_figures(device))
+        if device.type == "cuda":
+            table = torch.cuda.memory_summary(device)
+            write_text_atomic(self.run.memory_dump(moment, step, f"rank{rank}.txt"), table)
+
+
+def memory_figures(device: torch.device) -> dict[str, Any]:
+    """Peak of the process in host memory, and all that the GPU allocator counts, in bytes."""
+    figures: dict[str, Any] = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return figures | (torch.cuda.memory_stats(device) if device.type == "cuda" else {})
+
+
+def out_of_memory_advice(config: Config, device: torch.device) -> str:
+    """Which keys to change so that the step fits and its number of tokens stays what it was."""
+    train, runtime = config.train, config.runtime
+    advice = []
+    if train.batch_size > 1:
+        smaller = next(n for n in range(train.batch_size - 1, 0, -1) if train.batch_size % n == 0)
+        times = train.accumulate_grad_batches * train.batch_size // smaller
+        advice.append(f"train.batch_size={smaller} train.accumulate_grad_batches={times} (the same tokens per step)")
+    if not runtime.gradient_checkpointing:
+        advice.append("runtime.gradient_checkpointing=true runtime.ddp_disable_gc=false (less memory, slower)")
+    advice.append(f"train.seq_len={max(1, train.seq_len * 3 // 4)} (changes what is trained)")
+    return f"out of GPU memory{_held(device)}. Set " + ", or ".join(advice)
+
+
+def _held(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    total = torch.cuda.get_device_properties(device).total_memory / GIB
+    return f" ({torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB allocated at most, of {total:.1f})"
