@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from tamis.attention.backend import describe
 from tamis.config import Config, ConfigError, load_config
 from tamis.data import DataError
@@ -28,7 +30,9 @@ from tamis.size import flops_per_token, parameter_count
 from tamis.train.distributed import Workers, device_name, join
 from tamis.train.guards import Anomaly
 from tamis.train.loop import train
+from tamis.train.memory import out_of_memory_advice
 from tamis.train.session import Session
+from tamis.train.settings import apply_settings
 from tamis.train.step import COMPUTE_DTYPE
 
 STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.ANOMALY)
@@ -63,6 +67,9 @@ def train_config(config: Config, resume: str | None = None) -> int:
         except Anomaly as anomaly:
             write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
             return _failed(session, ExitCode.ANOMALY, f"{anomaly}; the weights are as they were before it")
+        except torch.OutOfMemoryError:
+            session.memory_dumps.write("out_of_memory", session.step + 1)
+            return _failed(session, ExitCode.CRASH, out_of_memory_advice(config, workers.device))
         finally:
             session.leave()
 
@@ -106,6 +113,8 @@ def _announce(session: Session) -> None:
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
     )
     say(f"[tamis] {describe(workers.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k)}")
+    for line in apply_settings(config, workers.device):
+        say(f"[tamis] {line}")
 
 
 def _prepare_directory(session: Session, started: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 
+from tamis.attention.ranges import marked
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, merge_states, open_loader, validation_batches
 from tamis.data.loader import Batch
@@ -21,6 +22,7 @@ from tamis.train.distributed import Workers, device_name, is_sharded, model_conf
 from tamis.train.evaluation import validation_loss
 from tamis.train.guards import Guard
 from tamis.train.mailbox import Mailbox
+from tamis.train.memory import MemoryDumps
 from tamis.train.optimizer import learning_rate
 from tamis.train.progress import Progress
 from tamis.train.step import TrainStep
@@ -40,6 +42,7 @@ class Session:
         self.progress = Progress(speaks=workers.is_main)
         self.telemetry = Telemetry(config, self.run, workers, self.progress)
         self.mailbox: Mailbox[StepNote] = Mailbox(workers.device)
+        self.memory_dumps = MemoryDumps(config.runtime.mem_dump_every, self.run, workers)
         self.step = self.saved_step = 0  # optimizer steps done, and those in the newest checkpoint of this session
         self.data_error: DataError | None = None
         self.telemetry.beat("boot", 0)
@@ -85,13 +88,15 @@ class Session:
         note = StepNote(number, learning_rate(number, self.config.train), fetch_s, self.position)
         asked = self.signals.stop_requested
         flags = [asked == reason for reason in STOP_REASONS]
-        self.mailbox.post(note, self.train_step(batch.tokens if batch else None, number, flags))
+        with self.memory_dumps.around(number):
+            self.mailbox.post(note, self.train_step(batch.tokens if batch else None, number, flags))
         self.step, self.position = number, self.loader.state()
 
     def _fetch(self) -> Batch | None:
         """The next batch; None when the data failed, which the other ranks then learn with this step's numbers."""
         try:
-            return self.loader.next()
+            with marked("fetch"):
+                return self.loader.next()
         except DataError as error:
             self.data_error = error
             return None
