@@ -1,0 +1,200 @@
+"""The long-context demonstration: a prompt read by tiles through the caches, then tokens decoded, NSA beside dense.
+
+Every figure is measured in this run; the weights may be a checkpoint's or fresh, which changes no timing and is said.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tamis.attention import NSASpec
+from tamis.attention.backend import describe
+from tamis.attention.decode import reads
+from tamis.config import Config, build_config, load_config
+from tamis.generate.graph import Stepper
+from tamis.generate.load import device_for, load_model, precision_for, to_inference
+from tamis.model import Decoder
+from tamis.model.cache import Cache, NSACache
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model's figures. Reads are keys per layer and group, for the prompt's last token and the last decoded."""
+
+    attention: str
+    prefill_ms_by_tile: list[float]
+    prefill_s: float
+    prefill_tokens_per_s: float
+    decode_ms: float
+    reads_total: int
+    reads_formula: int
+    reads_last_step: int
+    cache_mib: float
+    peak_memory_mib: float
+
+
+def demo_64k(
+    S: int = 65536,
+    prefill_tile: int = 4096,
+    rope_scale: float = 1.0,
+    use_fa2: bool = True,
+    decode_tokens: int = 32,
+    checkpoint: str | None = None,
+    config: str | None = None,
+    overrides: list[str] | None = None,
+    device: str = "auto",
+    precision: str | None = None,
+    seed: int = 1337,
+) -> list[Measured]:
+    """Prefill and decode with the NSA model, then its dense twin; prints the figures, and JSON as the last line."""
+    for name, value in (("S", S), ("prefill_tile", prefill_tile), ("decode_tokens", decode_tokens)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    place = device_for(device)
+    dtype = precision_for(place, precision)
+    torch.backends.cuda.enable_flash_sdp(use_fa2)  # the dense twin's; NSA has its own kernels
+    model, origin = _nsa_model(checkpoint, config, overrides, rope_scale, S + decode_tokens, place, dtype, seed)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"model: {model.config.model.name}, {len(model.blocks)} layers, {count:,} parameters, {origin}")
+    print(f"{S} tokens in tiles of {prefill_tile}, then {decode_tokens}; rope_scale {rope_scale:g}; {dtype} on {place}")
+    print(describe(place, dtype, model.config.model.d_k), flush=True)
+    tokens = torch.randint(model.config.vocab_size, (1, S), generator=torch.Generator().manual_seed(seed)).to(place)
+    results = [measure(model, tokens, prefill_tile, decode_tokens)]
+    twin_config = _changed(model.config, attention="dense")
+    del model
+    twin = _fresh(twin_config, S + decode_tokens, place, dtype, seed)
+    results.append(measure(twin, tokens, prefill_tile, decode_tokens))
+    _tell(results)
+    print(json.dumps({"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(place),
+                      "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}))  # fmt: skip
+    return results
+
+
+def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> Measured:
+    """Read the prompt by tiles, then decode greedily."""
+    name, place = model.config.model.attention, tokens_1S.device
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
+    tiles_ms, hidden = [], torch.empty(0)
+    for number, part in enumerate(tokens_1S.split(tile, dim=1), 1):
+        started = _now(place)
+        hidden = model.extend(part, cache)[:, -1]
+        tiles_ms.append((_now(place) - started) * 1e3)
+        print(f"{name}: tile {number}, {part.shape[1]} tokens: {tiles_ms[-1]:.1f} ms", flush=True)
+    counted, formula = reads_of_prompt(model, cache)
+    stepper, steps_ms = Stepper(model, cache), []
+    for _ in range(decode_tokens):
+        token = model.logits(hidden).argmax(-1)
+        started = _now(place)
+        hidden = stepper(token)
+        steps_ms.append((_now(place) - started) * 1e3)
+    prefill_s = sum(tiles_ms) / 1e3
+    return Measured(
+        attention=name,
+        prefill_ms_by_tile=[round(ms, 3) for ms in tiles_ms],
+        prefill_s=round(prefill_s, 4),
+        prefill_tokens_per_s=round(tokens_1S.shape[1] / prefill_s, 1),
+        decode_ms=round(statistics.median(steps_ms[1:] or steps_ms), 4),  # the first step captures the graph
+        reads_total=counted,
+        reads_formula=formula,
+        reads_last_step=reads_of_last_step(cache),
+        cache_mib=round(cache.bytes / 2**20, 2),
+        peak_memory_mib=round(_peak_memory(place) / 2**20, 1),
+    )
+
+
+def reads_of_prompt(model: Decoder, cache: Cache) -> tuple[int, int]:
+    """Keys read for the last token of the prompt, counted from the blocks it chose, and by formula."""
+    nsa, context = model.config.nsa, int(cache.lengths_B[0])
+    spec = NSASpec(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)
+    position = torch.tensor([context - 1])
+    counts = [reads(layer.chosen_BGn.cpu(), position, spec) for layer in cache.layers if isinstance(layer, NSACache)]
+    return (_the_same_everywhere(counts), spec.reads_per_token(context)) if counts else (context, context)
+
+
+def reads_of_last_step(cache: Cache) -> int:
+    """Keys read for the last token, as the attention counted them while it read."""
+    counts = [layer.reads_BG for layer in cache.layers if isinstance(layer, NSACache)]
+    return _the_same_everywhere(counts) if counts else int(cache.lengths_B[0])
+
+
+def _the_same_everywhere(counts: list[Tensor]) -> int:
+    found = {int(n) for count in counts for n in count.flatten().tolist()}
+    if len(found) != 1:
+        raise RuntimeError(f"layers and groups read different numbers of keys for one token: {sorted(found)}")
+    return found.pop()
+
+
+def _nsa_model(
+    checkpoint: str | None,
+    config: str | None,
+    overrides: list[str] | None,
+    rope_scale: float,
+    max_len: int,
+    place: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> tuple[Decoder, str]:
+    """The model and where its weights are from."""
+    if checkpoint is None:
+        chosen = _changed(load_config(config, overrides), attention="nsa", rope_scale=float(rope_scale))
+        return _fresh(chosen, max_len, place, dtype, seed), "freshly initialised: its text means nothing"
+    if config or overrides:
+        raise ValueError("--checkpoint brings its own config: leave --config and overrides out")
+    loaded = load_model(Path(checkpoint), max_len=max_len, rope_scale=rope_scale, device=place.type)
+    if loaded.config.model.attention != "nsa":
+        raise ValueError(f"{checkpoint} holds a dense model: give an NSA one, its dense twin is made here")
+    to_inference(loaded.model, place, dtype)
+    return loaded.model, f"weights of {loaded.source}, step {loaded.step}"
+
+
+def _fresh(config: Config, max_len: int, place: torch.device, dtype: torch.dtype, seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(config, max_len=max_len)
+    to_inference(model, place, dtype)
+    return model
+
+
+def _changed(config: Config, **model_keys: object) -> Config:
+    tree = config.model_dump()
+    tree["model"].update(model_keys)
+    return build_config(tree)
+
+
+def _now(place: torch.device) -> float:
+    if place.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _peak_memory(place: torch.device) -> int:
+    """Of the GPU since the model's turn began; of the whole process, so far, on a CPU."""
+    if place.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_name(place: torch.device) -> str:
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+
+
+def _tell(results: list[Measured]) -> None:
+    titles = ("prefill s", "tok/s", "decode ms", "reads_total", "cache MiB", "peak MiB")
+    print(" " * 6 + "".join(f"{title:>12}" for title in titles))
+    for r in results:
+        speed = f"{r.prefill_s:12.3f}{r.prefill_tokens_per_s:12.0f}{r.decode_ms:12.3f}"
+        print(f"{r.attention:6}{speed}{r.reads_total:12d}{r.cache_mib:12.1f}{r.peak_memory_mib:12.0f}")
+    nsa = results[0]
+    print(
+        f"reads_total={nsa.reads_total} keys per layer and group for the prompt's last token, counted from the blocks "
+        f"it chose (formula: {nsa.reads_formula}); {nsa.reads_last_step} for the last token decoded"
+    )

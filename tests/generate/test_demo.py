@@ -1,0 +1,57 @@
+"""The long-context demonstration, small enough for a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.generate.demo import demo_64k, measure
+from tests.generate.test_load import save
+from tests.generate.test_sample import small_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.d_k=8", "model.d_ff=32", "data.tokenizer=byte"]
+
+
+def test_the_runbook_s_command_reads_by_tiles_and_counts_its_reads() -> None:
+    line = "--S 2048 --prefill_tile 700 --rope_scale 8.0 --use_fa2 1 --decode_tokens 3 --device cpu"
+    command = [sys.executable, "scripts/demo_64k.py", *line.split(), *SMALL]
+    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "freshly initialised" in done.stdout
+    report = json.loads(done.stdout.splitlines()[-1])
+    nsa, dense = report["models"]
+    assert len(nsa["prefill_ms_by_tile"]) == 3
+    assert nsa["reads_total"] == 127 + 1024 + 512 == nsa["reads_formula"]
+    assert nsa["reads_last_step"] == 127 + 15 * 64 + 3 + 512  # the newest block holds three tokens
+    assert dense["reads_total"] == 2048
+    assert report["rope_scale"] == 8.0
+
+
+def test_a_checkpoint_s_weights_are_used_and_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    demo_64k(S=50, prefill_tile=20, decode_tokens=2, checkpoint=str(save(tmp_path, small_model())), device="cpu")
+    assert "checkpoint_step7.pt, step 7" in capsys.readouterr().out
+
+
+def test_what_the_demo_measures_is_a_real_prefill(capsys: pytest.CaptureFixture) -> None:
+    model, tokens = small_model(), torch.arange(60)[None]
+    seen = []
+    extend = model.extend
+    model.extend = lambda part, cache: seen.append(part) or extend(part, cache)  # type: ignore[method-assign]
+    result = measure(model, tokens, tile=25, decode_tokens=4)
+    assert torch.equal(torch.cat(seen, dim=1), tokens)
+    assert result.cache_mib > 0
+
+
+@pytest.mark.parametrize("wrong", [{"S": 0}, {"prefill_tile": 0}, {"decode_tokens": 0}])
+def test_a_flag_out_of_range_is_named(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        demo_64k(**wrong)
