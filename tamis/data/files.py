@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,9 @@ class LocalFiles:
         path = self.files[file]
         if path.name.endswith(PARQUET):
             return enumerate(read_parquet(path, self.text_column, start), start)
-        records = read_jsonl(path, self.text_column) if path.name.endswith(JSONL) else read_text(path)
-        return itertools.islice(enumerate(records), start, None)
+        if path.name.endswith(JSONL):
+            return enumerate(read_jsonl(path, self.text_column, start), start)
+        return itertools.islice(enumerate(read_text(path)), start, None)
 
 
 def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
@@ -98,14 +100,18 @@ def check_column(text_column: str, names: list[str], where: str) -> None:
         raise DataError(f"{where} has no column {text_column!r}: set data.text_column to one of {', '.join(names)}")
 
 
-def read_jsonl(path: Path, text_column: str) -> Iterator[Record]:
+def read_jsonl(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
     """One record per line, so that a record's number is its line."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-        try:
-            for line in lines:
-                yield _json_record(line, text_column)
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path} cannot be read ({error}): replace or remove the file") from error
+    for line in itertools.islice(_lines(path), start, None):
+        yield _json_record(line, text_column)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}): replace or remove the file") from error
 
 
 def _json_record(line: bytes, text_column: str) -> Record:
@@ -129,15 +135,14 @@ def read_text(path: Path) -> Iterator[Record]:
     """Documents end at a line `<|endoftext|>`; a long stretch without is cut at a blank line. Nothing is lost."""
     piece, size = [], 0
     mark = END_OF_TEXT.encode()
-    with path.open("rb") as lines:
-        for line in lines:
-            ends = line.strip() == mark
-            if not ends:
-                piece.append(line)
-                size += len(line)
-            if ends or size >= TEXT_PIECE_LIMIT or (size >= TEXT_PIECE_BYTES and not line.strip()):
-                yield b"".join(piece)
-                piece, size = [], 0
+    for line in _lines(path):
+        ends = line.strip() == mark
+        if not ends:
+            piece.append(line)
+            size += len(line)
+        if ends or size >= TEXT_PIECE_LIMIT or (size >= TEXT_PIECE_BYTES and not line.strip()):
+            yield b"".join(piece)
+            piece, size = [], 0
     if piece:
         yield b"".join(piece)
 

@@ -53,6 +53,14 @@ class Manifest:
     def count(self, what: Literal["tokens", "documents"], split: Split) -> int:
         return sum(getattr(shard, what) for shard in self.shards if shard.split == split)
 
+    @property
+    def summary(self) -> str:
+        return (
+            f"{self.count('tokens', 'train'):,} tokens of {self.count('documents', 'train'):,} documents to train on, "
+            f"{self.count('tokens', 'val'):,} of {self.count('documents', 'val'):,} held out, in {len(self.shards)} "
+            f"shards; {self.bad_records} records unreadable, {self.empty_documents} empty"
+        )
+
     def to_json(self) -> str:
         totals = {
             f"{split}_{what}": self.count(what, split) for split in ("train", "val") for what in ("tokens", "documents")

@@ -62,6 +62,7 @@ def test_the_manifest_says_what_is_there(tmp_path, corpus):
     assert manifest["train_tokens"] == sum(s["tokens"] for s in manifest["shards"] if s["split"] == "train")
     assert all(len(shard["sha256"]) == 64 for shard in manifest["shards"])
     assert damaged_shards(tmp_path / "out") == []
+    assert "1 records unreadable, 1 empty" in read_manifest(tmp_path / "out").summary
 
 
 def test_threads_and_repeats_do_not_change_a_byte(tmp_path, corpus):
@@ -88,12 +89,12 @@ prepare.prepare(load_config(sys.argv[1]), sys.argv[2], workers=2, shard_tokens=3
 
 
 def test_killed_and_repeated_it_ends_with_the_same_bytes(tmp_path):
-    write_corpus(tmp_path / "corpus", documents(400), files=3)
+    write_corpus(tmp_path / "corpus", documents(2000), files=3)
     config = local(tmp_path / "corpus")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     prepare(config, tmp_path / "unbroken", shard_tokens=SHARD_TOKENS)
     out, kills = tmp_path / "killed", 0
-    for wanted in (2, 5, 8):  # kill it each time some more shards are there
+    for wanted in (2, 6, 10):  # kill it each time some more shards are there
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), str(out)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
