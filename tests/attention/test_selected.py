@@ -1,0 +1,181 @@
+"""The selected branch against the specification: both forms of it, forward and all gradients, on odd shapes.
+
+Small sizes: without a GPU every program of a kernel costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
+
+# The import above turns on the interpreter where there is no GPU, so the kernels come after it.
+from tamis.attention import reference, selected_pairs, selected_union  # isort: skip
+from tamis.attention.selected import selected_backward, selected_forward  # isort: skip
+from tamis.attention.selected_lists import ITEM, Layout, chunks_of_pairs  # isort: skip
+from tamis.attention.spec import NSASpec  # isort: skip
+
+SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
+FORMS = {"pairs": selected_pairs.forward, "union": selected_union.forward}
+
+
+def random_ids(spec: NSASpec, batch: int, tokens: int, groups: int, generator: torch.Generator) -> Tensor:
+    """Choices as selection makes them: block 0, the two newest, and random others; ascending, −1 at the end."""
+    block = torch.arange(spec.selection_blocks(tokens))
+    newest = torch.arange(tokens)[None, :, None, None] // spec.l_sel
+    rank = torch.rand(batch, tokens, groups, len(block), generator=generator)
+    rank = rank.masked_fill((block == 0) | (block >= newest - 1), 2.0).masked_fill(block > newest, -1.0)
+    best, ids = rank.sort(dim=-1, descending=True)
+    ids = ids.masked_fill(best < 0, len(block))[..., : spec.n_sel].sort(dim=-1).values
+    ids = torch.nn.functional.pad(ids, (0, spec.n_sel - ids.shape[-1]), value=len(block))
+    return ids.masked_fill(ids == len(block), -1).to(torch.int32)
+
+
+class Case:
+    """Fresh inputs of one call, and what the specification makes of them."""
+
+    def __init__(self, spec=SMALL, batch=1, tokens=50, groups=1, heads=2, dim=16, dtype=torch.float32, scale=1.0):  # type: ignore[no-untyped-def]
+        generator = torch.Generator().manual_seed(tokens * 7 + heads)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(batch, tokens, *shape, generator=generator).to(DEVICE, dtype)
+
+        self.spec = spec
+        self.q, self.k, self.v = normal(groups * heads, dim) * scale, normal(groups, dim), normal(groups, dim)
+        self.gates, self.dout = normal(groups * heads, 3), normal(groups * heads, dim)
+        self.ids = random_ids(spec, batch, tokens, groups, generator).to(DEVICE)
+
+    def expected(self) -> list[Tensor]:
+        q, k, v = (x.float().requires_grad_() for x in (self.q, self.k, self.v))
+        out = reference.selected_attention(q, k, v, self.ids, self.spec)
+        (out * self.gates[..., 1:2].float()).backward(self.dout.float())
+        return [out, q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+    def measured(self, forward, backward=selected_backward, **options) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        out, lse = forward(self.q, self.k, self.v, self.ids, self.spec, **options)
+        dq = torch.full(self.q.shape, float("nan"), device=DEVICE)  # whatever is not written stays visible
+        dk, dv = backward(
+            self.q, self.k, self.v, self.ids, lse, self.dout, self.gates, self.delta(out), 1, dq, self.spec, **options
+        )
+        return [out, dq, dk, dv]
+
+    def delta(self, out: Tensor) -> Tensor:
+        dot = (out.float() * self.dout.float()).sum(-1) * self.gates[..., 1].float()
+        return dot.transpose(1, 2).contiguous()
+
+
+def backward_of_pairs(q, k, v, ids, lse, dout, gates, delta, branch, dq, spec, **options):  # type: ignore[no-untyped-def]
+    return selected_pairs.backward(q, k, v, ids, lse, dout, gates[..., branch], delta, dq, spec, False, **options)
+
+
+def assert_agrees(measured: list[Tensor], expected: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+    for name, mine, truth in zip(("out", "dq", "dk", "dv"), measured, expected, strict=True):
+        assert relative_rmse(mine, truth) < LIMIT[dtype], name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tokens": 50, "groups": 2, "heads": 1},
+        {"tokens": 45, "heads": 6, "batch": 2},
+        {"tokens": 40, "heads": 16, "dim": 24},
+        {"tokens": 70, "spec": NSASpec(8, 4, 24, 3, 24)},  # a block is no power of two
+        {"tokens": 40, "spec": NSASpec(8, 4, 8, 5, 24)},  # shorter than the smallest key tile
+        {"tokens": 290, "heads": 1, "spec": NSASpec(8, 4, 160, 3, 24)},  # longer than the largest
+        {"tokens": 140, "heads": 1, "spec": NSASpec(2, 1, 2, 4, 24)},  # more blocks than a word of choices holds
+        {"tokens": 7},  # a single, partial block
+    ],
+    ids=lambda shape: "-".join(f"{k}{v.l_sel if k == 'spec' else v}" for k, v in shape.items()),
+)
+def test_both_forms_agree_with_the_reference(form, shape, dtype) -> None:  # type: ignore[no-untyped-def]
+    case = Case(**shape, dtype=dtype)
+    assert_agrees(case.measured(FORMS[form]), case.expected(), dtype)
+
+
+def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> None:
+    case = Case(tokens=75, heads=3, batch=2)
+    assert Layout.of(case.ids, case.spec, chunk=32).segments_per_sequence == 3
+    assert_agrees(case.measured(FORMS["pairs"], backward_of_pairs, chunk=32), case.expected())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_large_logits_stay_finite_and_right(form: str) -> None:
+    case = Case(tokens=40, scale=30.0)
+    assert_agrees(case.measured(FORMS[form]), case.expected())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_see_nothing_give_zeros_and_no_gradient(form: str) -> None:
+    case = Case(tokens=40)
+    case.ids[:, 5:9] = -1
+    case.ids[:, 20, :, 1:] = -1
+    case.ids[:, 20, :, 0] = 2  # a block that begins after the token
+    out, dq, dk, dv = case.measured(FORMS[form])
+    empty = [5, 6, 7, 8, 20]
+    assert not out[:, empty].any() and not dq[:, empty].any()
+    _, lse = FORMS[form](case.q, case.k, case.v, case.ids, case.spec)
+    assert torch.isneginf(lse[..., empty]).all() and torch.isfinite(lse[..., 21:]).all()
+    assert_agrees([out, dq, dk, dv], case.expected())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_log_sum_exp_is_natural(form: str) -> None:
+    case = Case(tokens=30, heads=3, spec=NSASpec(8, 4, 16, 3, 24))  # all blocks are chosen: plain causal attention
+    _, lse = FORMS[form](case.q, case.k, case.v, case.ids, case.spec)
+    scores = torch.einsum("bshd,btd->bhst", case.q, case.k[:, :, 0]) * case.q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(30, 30, device=DEVICE).triu(1).bool(), -float("inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_strided_inputs_and_an_accumulated_query_gradient() -> None:
+    case = Case(tokens=33, groups=2, heads=3)
+    expected = case.expected()
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    case.k = torch.cat([case.k, case.k], dim=-1)[..., : case.k.shape[-1]]
+    case.v = case.v.transpose(-1, -2).contiguous().transpose(-1, -2)
+    out, lse = selected_forward(case.q, case.k, case.v, case.ids, case.spec)
+    dq = torch.ones_like(case.q, dtype=torch.float32)
+    dk, dv = selected_backward(
+        case.q,
+        case.k,
+        case.v,
+        case.ids,
+        lse,
+        case.dout,
+        case.gates,
+        case.delta(out),
+        1,
+        dq,
+        case.spec,
+        accumulate_dq=True,
+    )
+    assert_agrees([out, dq - 1, dk, dv], expected)
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    case = Case(tokens=60, heads=6)
+    for form in FORMS.values():
+        assert all(torch.equal(a, b) for a, b in zip(case.measured(form), case.measured(form), strict=True))
+
+
+def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
+    case = Case(tokens=300, groups=2, heads=1, batch=2)
+    layout = Layout.of(case.ids, case.spec, chunk=600)
+    (chunk,) = chunks_of_pairs(case.ids, layout)
+    found = []
+    for list_id, start, count in zip(
+        chunk.item_list.tolist(), chunk.item_start.tolist(), chunk.item_count.tolist(), strict=True
+    ):
+        assert 0 <= count <= ITEM
+        pairs = chunk.pairs[start : start + count].tolist()
+        assert pairs == sorted(pairs)
+        sequence, group = divmod(list_id // layout.blocks, layout.groups)
+        found += [
+            (sequence, pair // layout.slots, group, pair % layout.slots, list_id % layout.blocks) for pair in pairs
+        ]
+    expected = [(*where, int(case.ids[tuple(where)])) for where in (case.ids >= 0).nonzero().tolist()]
+    assert sorted(found) == sorted(expected)
