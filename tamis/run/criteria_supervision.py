@@ -42,12 +42,16 @@ def started_without_errors(evidence: Evidence) -> Finding:
 
 
 def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
-    try:
-        lines = evidence.directory.train_log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    if not evidence.logs:
         return not_measured("there is no train.log")
-    bad = next((line.strip() for line in lines if ERRORS_IN_LOG.search(line)), None)
-    return failed(f"train.log: {bad[:160]}") if bad else passed(f"none in {len(lines)} lines of train.log")
+    count = 0
+    for path in evidence.logs:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                count += 1
+                if ERRORS_IN_LOG.search(line):
+                    return failed(f"{path}: {line.strip()[:160]}")
+    return passed(f"none in {count} lines of {', '.join(map(str, evidence.logs))}")
 
 
 def ran_long_enough(evidence: Evidence) -> Finding:

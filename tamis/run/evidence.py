@@ -14,6 +14,8 @@ from tamis.run.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.info import read_info
 from tamis.run.usage import UsageSample, read_usage, usage_csv
 
+LOGS = ("smoke.log", "train.log")
+
 
 @dataclass(frozen=True)
 class TrainingRow:
@@ -46,6 +48,12 @@ class Evidence:
         """How many ranks there had to be, by run.info; None when nothing says."""
         count = self.info.get("processes")
         return count if isinstance(count, int) else None
+
+    @property
+    def logs(self) -> list[Path]:
+        """train.log and smoke.log of every launch into this directory, oldest first."""
+        folders = [self.directory.path, *launch_folders(self.info)]
+        return [path for folder in folders for name in LOGS if (path := folder / name).is_file()]
 
     @cached_property
     def step_ends(self) -> dict[int, list[Heartbeat]]:
@@ -88,6 +96,15 @@ def read_evidence(run_dir: str | Path | RunDirectory) -> Evidence:
         events=read_events(directory),
         usage=read_usage(usage_csv(directory)),
     )
+
+
+def launch_folders(info: dict[str, Any]) -> list[Path]:
+    """artifacts/train_runs/m7c_<timestamp> of each launch that wrote to the same out_dir, oldest first."""
+    run_dir = info.get("run_dir")
+    if not isinstance(run_dir, str) or run_dir == info.get("out_dir"):
+        return []
+    siblings = sorted(path.parent for path in Path(run_dir).parent.glob("*/run.info"))
+    return [folder for folder in siblings if read_info(folder / "run.info").get("out_dir") == info.get("out_dir")]
 
 
 def read_config(directory: RunDirectory) -> Config | None:

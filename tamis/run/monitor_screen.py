@@ -5,8 +5,7 @@ On a wide terminal all panels stand side by side; on a narrow one, one page at a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.text import Text
@@ -17,11 +16,11 @@ from textual.widgets import Footer, Static
 from textual_plotext import PlotextPlot
 
 from tamis.run import monitor_text
+from tamis.run.curves import Series, loss_curves, speed_curve, thinned
 from tamis.run.monitor_snapshot import Snapshot
 
 MOST_POINTS = 300  # more than a terminal can show
 STATE_STYLES = {"running": "bold green", "done": "bold green", "crashed": "bold red", "failed": "bold red"}
-Series = dict[str, list[tuple[int, float]]]  # name → (step, value)
 PAGES = ("curves", "ranks", "gpus", "gates", "log")
 
 
@@ -48,7 +47,7 @@ class Curves(PlotextPlot):
 
     def show(self, snapshot: Snapshot) -> None:
         self.plt.clear_data()
-        series = {name: thinned(points) for name, points in self._series(snapshot).items() if points}
+        series = {name: thinned(points, MOST_POINTS) for name, points in self._series(snapshot).items() if points}
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
             self.plt.plot(list(steps), list(values), label=name if len(series) > 1 else None, marker="braille")
@@ -56,7 +55,7 @@ class Curves(PlotextPlot):
         self.border_subtitle = "" if series else "nothing measured yet"
         self.refresh()
 
-    def _set_scales(self, points: list[tuple[int, float]]) -> None:
+    def _set_scales(self, points: list[tuple[float, float]]) -> None:
         """Steps are whole numbers, and a speed is seen truly only against zero."""
         if not points:
             return
@@ -103,8 +102,8 @@ class MonitorScreen(App[None]):
     def compose(self) -> ComposeResult:
         yield Static(id="status", markup=False)
         with Container(id="panels"):
-            yield Curves("loss", loss_series)
-            yield Curves("tokens per second", speed_series, from_zero=True)
+            yield Curves("loss", loss_curves)
+            yield Curves("tokens per second", speed_curve, from_zero=True)
             yield Panel("gates by layer", "gates", monitor_text.gate_lines, "no gate statistics yet")
             yield Panel("ranks", "ranks", monitor_text.rank_lines, "no heartbeat yet")
             yield Panel("GPUs", "gpus", monitor_text.gpu_lines, "no GPU on this machine")
@@ -132,28 +131,6 @@ class MonitorScreen(App[None]):
             panel.show(snapshot)
         for curves in self.query(Curves):
             curves.show(snapshot)
-
-
-def loss_series(snapshot: Snapshot) -> Series:
-    return {
-        "training": [(row.step, row.loss) for row in snapshot.training],
-        "validation": [(row.step, row.loss) for row in snapshot.validation],
-    }
-
-
-def speed_series(snapshot: Snapshot) -> Series:
-    return {"tok/s": [(row.step, row.toks_per_s) for row in snapshot.training]}
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
-    """At most `most` points: means of equal stretches, and the last point as it is. What is not finite is left out."""
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    if len(finite) <= most:
-        return finite
-    size = math.ceil(len(finite) / (most - 1))
-    stretches = [finite[start : start + size] for start in range(0, len(finite), size)]
-    means = [(stretch[len(stretch) // 2][0], sum(v for _, v in stretch) / len(stretch)) for stretch in stretches]
-    return [*means, finite[-1]]
 
 
 def _status(snapshot: Snapshot) -> Text:
