@@ -44,7 +44,8 @@ class DenseLayer(nn.Module):
         cache.write_one(torch.stack((k, v), dim=1), positions_B)
         k, v = (t.transpose(1, 2) for t in cache.kept_BT2GD.unbind(2))
         visible = torch.arange(k.shape[2], device=k.device) <= positions_B[:, None]
-        out = F.scaled_dot_product_attention(q[:, :, None], k, v, visible[:, None, None], enable_gqa=True)
+        # The heads of a group see the same keys: as its rows they share one read of them.
+        out = F.scaled_dot_product_attention(q.unflatten(1, (self.groups, -1)), k, v, visible[:, None, None])
         return self.out(out.flatten(1))
 
     def _rotated(self, x_BSE: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,82 @@
+"""The decode bench, small enough for a CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.attention import NSASpec
+from tamis.bench import decode
+from tamis.bench.decode import bench_decode
+
+SPEC = NSASpec(8, 4, 16, 4, 24)
+
+
+def run(tmp_path: Path) -> dict:
+    return bench_decode(
+        [1, 3], [64, 200], heads=4, groups=2, dim=16, spec=SPEC, repeats=2, device="cpu", out_dir=tmp_path
+    )
+
+
+def test_table_csv_summary_and_the_last_line_tell_the_same_figures(tmp_path: Path, capsys) -> None:
+    document = run(tmp_path)
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1]) == json.loads(json.dumps(document))
+    with open(tmp_path / "decode.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(r["batch"]), int(r["length"])) for r in rows] == [(1, 64), (3, 64), (1, 200), (3, 200)]
+    assert [float(r["nsa_ms"]) for r in rows] == [r["nsa_ms"] for r in document["rows"]]
+    assert (tmp_path / "decode_summary.txt").read_text().splitlines() == printed[:-1]
+
+
+def test_reads_are_counted_beside_the_formula(tmp_path: Path) -> None:
+    first, _, last, _ = run(tmp_path)["rows"]
+    assert first["reads"] == 15 + 64 + 24  # four blocks are all there are at 64 tokens
+    assert last["reads"] == 49 + 3 * 16 + 8 + 24  # the newest block holds 8 of its 16 tokens at 200
+    assert last["reads_formula"] == SPEC.reads_per_token(200) == 49 + 64 + 24
+
+
+def test_the_whole_model_s_step_is_measured_for_both_kinds_of_attention(monkeypatch, tmp_path: Path) -> None:
+    from tamis.bench import decode_model
+
+    tiny = decode_model.build_config
+
+    def small(tree: dict):
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 8, "d_ff": 16}
+        return tiny({**tree, "model": {**tree["model"], **sizes}, "data": {"tokenizer": "byte"}})
+
+    monkeypatch.setattr(decode_model, "build_config", small)
+    document = bench_decode(
+        [2], [64], heads=4, dim=16, spec=SPEC, repeats=2, device="cpu", out_dir=tmp_path, with_model=True
+    )
+    assert document["rows"][0]["step_ms"] > 0
+    assert document["rows"][0]["dense_step_ms"] > 0
+
+
+def test_a_kernel_that_disagrees_is_not_timed(monkeypatch, tmp_path: Path) -> None:
+    right = decode.decode_attention
+
+    def wrong(*args, kernels=None):
+        out, ids, reads = right(*args, kernels=False)
+        return (out if kernels is False else out * 1.01), ids, reads
+
+    monkeypatch.setattr(decode, "decode_attention", wrong)
+    with pytest.raises(RuntimeError, match="disagrees with the reference by 1"):
+        run(tmp_path)
+    assert not (tmp_path / "decode.csv").exists()
+
+
+def test_a_kernel_that_gives_no_numbers_is_not_timed(monkeypatch, tmp_path: Path) -> None:
+    right = decode.decode_attention
+
+    def wrong(*args, kernels=None):
+        out, ids, reads = right(*args, kernels=False)
+        return (out if kernels is False else torch.full_like(out, float("nan"))), ids, reads
+
+    monkeypatch.setattr(decode, "decode_attention", wrong)
+    with pytest.raises(RuntimeError, match="disagrees"):
+        run(tmp_path)
