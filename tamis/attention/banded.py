@@ -20,6 +20,7 @@ from torch import Tensor
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
 PROGRAMS_WANTED = 1024  # the key-outer kernel splits its rows until there are about so many programs
+ROWS_FIRST = True
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
 
 
@@ -214,7 +215,7 @@ def _dkv_step(
     k, v, q, dout, lse, gates, delta, first, S, key, dk, dv, scale, stride_qs, stride_qh, stride_os, stride_oh,
     H, head_first,
     BRANCH: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     token, r, alive = _rows(first, S, R, BM)
     head = head_first + r
@@ -224,14 +225,24 @@ def _dkv_step(
     lse2 = tl.load(lse + scalar, mask=alive, other=float("inf")) * 1.4426950408889634  # a missing row weighs nothing
     delta_row = tl.load(delta + scalar, mask=alive, other=0.0)
     gate = tl.load(gates + (token.to(tl.int64) * H + head) * 3 + BRANCH, mask=alive, other=0.0).to(tl.float32)
-    s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-    p = tl.exp2(s * scale - lse2[None, :])
-    if MASKED:
-        p = tl.where(_visible(token[None, :], key[:, None], L, STRIDE, W), p, 0.0)
-    dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
-    dv = tl.dot((p * gate[None, :]).to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
-    ds = p * (dp * gate[None, :] - delta_row[None, :])
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    if ROWS_FIRST:
+        s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse2[:, None])
+        if MASKED:
+            p = tl.where(_visible(token[:, None], key[None, :], L, STRIDE, W), p, 0.0)
+        dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
+        dv = tl.dot(tl.trans((p * gate[:, None]).to(dout_tile.dtype)), dout_tile, dv, input_precision=PRECISION)
+        ds = p * (dp * gate[:, None] - delta_row[:, None])
+        dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, dk, input_precision=PRECISION)
+    else:
+        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse2[None, :])
+        if MASKED:
+            p = tl.where(_visible(token[None, :], key[:, None], L, STRIDE, W), p, 0.0)
+        dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
+        dv = tl.dot((p * gate[None, :]).to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+        ds = p * (dp * gate[None, :] - delta_row[None, :])
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -242,7 +253,7 @@ def _dkv_kernel(
     stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
     BRANCH: tl.constexpr,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys from one split of the rows that see it; outputs are [SPLITS,B,N,G,D]."""
     bg = tl.program_id(0) % (B * G)
@@ -279,7 +290,7 @@ def _dkv_kernel(
         dk, dv = _dkv_step(
             k_tile, v_tile, q, dout, lse, gates, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh, H, g * R,
-            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, False,
+            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, False, ROWS_FIRST,
         )  # fmt: skip
     left = tl.maximum(tl.minimum(mine_end, whole_first) - mine, 0)
     right_first = tl.maximum(mine, whole_end)
@@ -288,7 +299,7 @@ def _dkv_kernel(
         dk, dv = _dkv_step(
             k_tile, v_tile, q, dout, lse, gates, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh, H, g * R,
-            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, True,
+            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, True, ROWS_FIRST,
         )  # fmt: skip
 
     column = tl.arange(0, DP)
@@ -350,7 +361,7 @@ def backward(
     N, G = k.shape[1], k.shape[2]
     R, scale = H // G, D**-0.5
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    geometry = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
+    geometry: dict[str, int | str] = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
     geometry |= {"PRECISION": precision(q.dtype), "BRANCH": branch}
 
     tile = tile_for("dq", padded(D), q.dtype)
@@ -369,7 +380,7 @@ def backward(
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
     _dkv_kernel[(key_tiles * splits,)](
         q, k, v, lse, dout, gates, delta, *parts, *strides, B, S, N, G, splits, scale, scale * LOG2E,
-        **geometry, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        **geometry, ROWS_FIRST=ROWS_FIRST, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _sum_splits_kernel[(triton.cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)

@@ -1,11 +1,12 @@
 """Triton: which blocks each query and group attends to, from the queries, the compressed keys and their log-sum-exp.
 
-Two kernels. `_score_kernel` recomputes `p = exp(qk − lse)` head by head, adds the group's heads in registers, and folds
-compressed blocks into selection blocks; the per-head `S × N` is never stored. `_top_kernel` keeps the best blocks of
-each row. Scores are float32 throughout and are compared whole, ties to the lower index: the ids are the reference's
-except where two scores differ by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
+Two kernels. `_score_kernel` recomputes `p = exp(qk − lse)` head by head, adds the group's heads in registers, folds
+compressed blocks into selection blocks, and stores the scores in runs of a few blocks, with the best of each run; the
+per-head `S × N` is never stored. `_top_kernel` takes the best runs, which must hold the best blocks, and looks only there.
+Scores are float32 throughout and are compared whole, ties to the lower index: the ids are the reference's except where
+two scores differ by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
 
-Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N compressed blocks, J selection blocks.
+Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N compressed blocks; `RUN` blocks to a run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,76 +22,107 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
 SCORE_BYTES = 128 << 20  # scores held at once
-TOP_ELEMENTS = 4096  # scores a program of the second kernel holds in registers
+HELD_BYTES = 100 << 10  # queries of all heads stay in shared memory up to this size, else they are read again and again
+TOP_ELEMENTS = 4096  # scores a program of the second kernel looks through at a time
 MOST_KEYS = 256  # a selection block of more strides than this is left to the reference
-WIDEST_ROW = 1024  # longer rows of scores are walked in pieces of this many blocks
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G", "columns", "t_begin", "t_end"])
+@triton.jit
+def _fold(p, overlap, EXACT: tl.constexpr):
+    """`p @ overlap` in float32, on tensor cores if EXACT is not asked of the ordinary ones."""
+    if EXACT:
+        return tl.dot(p, overlap.to(tl.float32), input_precision="ieee")
+    # Three bfloat16 parts hold all 24 bits of p, and overlaps are small whole numbers: every product is exact.
+    weight = overlap.to(tl.bfloat16)
+    high = p.to(tl.bfloat16)
+    rest = p - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(high, weight, tl.dot(middle, weight, tl.dot(low, weight)))
+
+
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "runs", "t_begin", "t_end"])
 def _score_kernel(
-    q, k, lse, scores, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
-    B, S, N, G, columns, t_begin, t_end, scale,
+    q, k, lse, scores, best_of_run, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
+    B, S, N, G, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, JT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Scores of JT selection blocks for BM tokens, all heads of a group; `scores` is [B,G,t_end−t_begin,columns]."""
+    """Scores of BM tokens, all heads of a group: `scores` [B,G,T,runs,RUN_P2] and `best_of_run` [B,G,T,runs]."""
     PIECES: tl.constexpr = L // STRIDE  # of a compressed block
     PIECES_SEL: tl.constexpr = L_SEL // STRIDE  # of a selection block
     bg = tl.program_id(0) % (B * G)
-    tile = tl.cdiv(t_end - t_begin, BM) - 1 - tl.program_id(0) // (B * G)
+    tile = tl.cdiv(t_end - t_begin, BM) - 1 - tl.program_id(0) // (B * G)  # longest first
     b, g = (bg // G).to(tl.int64), bg % G
     token = t_begin + tile * BM + tl.arange(0, BM)
     alive = token < t_end
-    j_first = tl.program_id(1) * JT
+    row = (b * G + g) * (t_end - t_begin) + token - t_begin
     newest = (tl.minimum(t_begin + tile * BM + BM, t_end) - 1) // L_SEL
     # The two newest blocks are chosen anyway, later ones do not exist yet; early tokens take every block there is.
-    if j_first <= newest - 2 and newest >= N_SEL:
+    wanted = tl.where(newest < N_SEL, 0, tl.cdiv(newest - 1, RUN))
+    column = tl.arange(0, DP)
+    k += b * stride_kb + g * stride_kg
+    lse += (b * G + g) * R * S
+    at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
+    mask_q = alive[:, None] & (column < D)[None, :]
+    ended = tl.maximum((token + 1 - L + STRIDE) // STRIDE, 0)
+    if HELD:
+        q_tiles = ()
+        lse_rows = ()
+        for r in tl.static_range(R):
+            q_tiles += (tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0),)
+            lse_rows += (tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634,)
+
+    for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
         # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
-        i = j_first * PIECES_SEL - (PIECES - 1) + tl.arange(0, BN)
-        column = tl.arange(0, DP)
+        i = run * RUN * PIECES_SEL - (PIECES - 1) + tl.arange(0, BN)
         inside = (i >= 0) & (i < N)
-        at = k + b * stride_kb + g * stride_kg + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
-        k_tile = tl.load(at, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-        q += b * stride_qb + g * R * stride_qh
-        lse += (b * G + g) * R * S
-        at_q = q + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
-        mask_q = alive[:, None] & (column < D)[None, :]
+        at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
+        k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
         p = tl.zeros([BM, BN], tl.float32)
-        for r in range(R):
-            q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
-            lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            p += tl.exp2(s * scale - lse2[:, None])
-        ended = tl.maximum((token + 1 - L + STRIDE) // STRIDE, 0)
+        if HELD:
+            for r in tl.static_range(R):
+                s = tl.dot(q_tiles[r], tl.trans(k_tile), input_precision=PRECISION)
+                p += tl.exp2(s * scale - lse_rows[r][:, None])
+        else:
+            for r in range(R):
+                q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
+                lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                p += tl.exp2(s * scale - lse2[:, None])
         p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
 
         # overlap[i,j]: pieces of compressed block i that lie in selection block j.
-        j = j_first + tl.arange(0, BJ)
+        j = run * RUN + tl.arange(0, RUN_P2)
         low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
         high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
-        overlap = tl.maximum(high - low, 0)
-        if PRECISION == "ieee":
-            score = tl.dot(p, overlap.to(tl.float32), input_precision="ieee")
-        else:
-            # Three bfloat16 parts hold all 24 bits of p, and the overlaps are small whole numbers: exact products.
-            weight = overlap.to(tl.bfloat16)
-            high_part = p.to(tl.bfloat16)
-            rest = p - high_part.to(tl.float32)
-            middle_part = rest.to(tl.bfloat16)
-            low_part = (rest - middle_part.to(tl.float32)).to(tl.bfloat16)
-            score = tl.dot(low_part, weight)
-            score = tl.dot(middle_part, weight, score)
-            score = tl.dot(high_part, weight, score)
-        row = (b * G + g) * (t_end - t_begin) + token - t_begin
-        stored = alive[:, None] & ((tl.arange(0, BJ) < JT) & (j < columns))[None, :]
-        tl.store(scores + row[:, None] * columns + j[None, :], score, mask=stored)
+        score = _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
+        eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
+        score = tl.where(eligible[None, :] & (j[None, :] <= token[:, None] // L_SEL - 2), score, -1.0)
+        at = row * runs + run
+        tl.store(best_of_run + at, tl.max(score, 1), mask=alive)
+        tl.store(scores + at[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :], score, mask=alive[:, None])
 
 
-@triton.jit(do_not_specialize=["B", "S", "G", "columns", "t_begin", "t_end"])
+@triton.jit
+def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr):
+    """Columns of the COUNT best entries of each row, the lower column first among equals, ascending; −1 is no entry."""
+    column = tl.arange(0, value.shape[1])[None, :]
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = tl.full([value.shape[0], SLOTS], UNUSED, tl.int32)
+    for place in range(COUNT):
+        top, at = tl.max(value, 1, return_indices=True, return_indices_tie_break_left=True)
+        found = tl.where((slot == place) & (top >= 0.0)[:, None], at[:, None], found)
+        value = tl.where(column == at[:, None], -1.0, value)
+    return tl.sort(found)
+
+
+@triton.jit(do_not_specialize=["B", "S", "G", "runs", "t_begin", "t_end"])
 def _top_kernel(
-    scores, ids, B, S, G, columns, t_begin, t_end,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
+    scores, best_of_run, ids, B, S, G, runs, t_begin, t_end,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
+    RUNS_P2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The N_SEL chosen blocks of BM tokens, ascending; `ids` is [B,S,G,N_SEL]."""
     FREE: tl.constexpr = N_SEL - 3  # chosen by score; block 0 and the two newest are chosen always
@@ -101,29 +133,23 @@ def _top_kernel(
     token = first + tl.arange(0, BM)
     alive = token < t_end
     newest = token // L_SEL
-    newest_last = (tl.minimum(first + BM, t_end) - 1) // L_SEL
-    slot = tl.arange(0, NP)[None, :]
-    # Best so far, as (score bits, inverted index): larger is better. Empty slots hold small distinct keys, the slots
-    # past FREE the largest, so that neither is mistaken for a block.
-    best = tl.where(slot < FREE, slot.to(tl.int64), 9223372036854775807) + tl.zeros([BM, NP], tl.int64)
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
-    if FREE > 0 and newest_last >= N_SEL:
-        for piece in range(tl.cdiv(newest_last - 1, BJ)):
-            j = piece * BJ + tl.arange(0, BJ)
-            candidate = (j >= 1)[None, :] & (j[None, :] <= newest[:, None] - 2) & alive[:, None]
-            value = tl.load(scores + row[:, None] * columns + j[None, :], mask=candidate, other=-1.0)
-            for _ in range(FREE):
-                top, at = tl.max(value, 1, return_indices=True, return_indices_tie_break_left=True)
-                inverted = 2147483647 - (piece * BJ + at)
-                key = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | inverted.to(tl.int64)
-                worst = tl.min(best, 1)
-                better = (key > worst) & (top >= 0.0)
-                best = tl.where((best == worst[:, None]) & better[:, None], key[:, None], best)
-                value = tl.where(tl.arange(0, BJ)[None, :] == at[:, None], -1.0, value)
-    by_score = 2147483647 - (best & 2147483647).to(tl.int32)
+    slot = tl.arange(0, SLOTS)[None, :]
+    by_score = tl.full([BM, SLOTS], UNUSED, tl.int32)
+    if FREE > 0 and (tl.minimum(first + BM, t_end) - 1) // L_SEL >= N_SEL:
+        # A block among the FREE best lies in a run whose best is among the FREE best runs.
+        run = tl.arange(0, RUNS_P2)[None, :]
+        there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
+        run_ids = _best(tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0), FREE, SLOTS, UNUSED)
+        at = (row[:, None] * runs + run_ids)[:, :, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, None, :]
+        value = tl.load(scores + at, mask=(run_ids < UNUSED)[:, :, None], other=-1.0)
+        places = _best(tl.reshape(value, [BM, SLOTS * RUN_P2]), FREE, SLOTS, UNUSED)
+        of_run = tl.where((places // RUN_P2)[:, :, None] == slot[:, None, :], run_ids[:, None, :], 0)
+        by_score = tl.sum(of_run, 2) * RUN + places % RUN_P2
     forced = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest[:, None] - 1, newest[:, None]))
     chosen = tl.where(slot < FREE, by_score, forced)
-    chosen = tl.where((newest < N_SEL)[:, None], tl.where(slot <= newest[:, None], slot, UNUSED), chosen)
+    every = tl.where(slot <= newest[:, None], slot, UNUSED)  # where there are no more than N_SEL
+    chosen = tl.where((newest < N_SEL)[:, None], every, chosen)
     chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
     chosen = tl.where(chosen == UNUSED, -1, chosen)
     at_ids = ids + ((b * S + token) * G + g)[:, None] * N_SEL + slot
@@ -140,24 +166,29 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
     keys = max(tile.keys, triton.next_power_of_2(touching))
     if keys > MOST_KEYS:
         return reference.select_blocks(q, k_cmp, spec)
-    per_tile = (keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
+    run = (keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
+    run_p2 = max(16, triton.next_power_of_2(run))
+    held = H // G * tile.rows * padded(D) * q.element_size() <= HELD_BYTES
+    slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
     for t_begin, t_end in _chunks(B, S, G, spec):
-        columns = spec.selection_blocks(t_end)
-        scores = torch.empty(B, G, t_end - t_begin, columns, dtype=torch.float32, device=q.device)
-        if columns > spec.n_sel > FORCED_BLOCKS:
-            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, triton.cdiv(columns, per_tile))
+        runs = triton.cdiv(spec.selection_blocks(t_end), run)
+        scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
+        best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
+        if spec.selection_blocks(t_end) > spec.n_sel > FORCED_BLOCKS:
+            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else runs)
             _score_kernel[grid](
-                q, k_cmp, lse, scores, *q.stride()[:3], *k_cmp.stride()[:3], B, S, N, G, columns, t_begin, t_end,
-                D**-0.5 * LOG2E, L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel,
-                R=H // G, D=D, DP=padded(D), PRECISION=precision(q.dtype), BM=tile.rows, BN=keys,
-                BJ=max(16, triton.next_power_of_2(per_tile)), JT=per_tile, num_warps=tile.warps, num_stages=tile.stages,
+                q, k_cmp, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
+                B, S, N, G, runs, t_begin, t_end, D**-0.5 * LOG2E,
+                L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
+                PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        width = min(WIDEST_ROW, max(16, triton.next_power_of_2(columns)))
-        rows = max(1, TOP_ELEMENTS // max(width, spec.n_sel))
+        runs_p2 = max(16, triton.next_power_of_2(runs))
+        rows = max(1, TOP_ELEMENTS // max(runs_p2, slots * run_p2))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, ids, B, S, G, columns, t_begin, t_end, L_SEL=spec.l_sel, N_SEL=spec.n_sel,
-            NP=triton.next_power_of_2(spec.n_sel), BM=triton.next_power_of_2(rows), BJ=width, num_warps=4,
+            scores, best_of_run, ids, B, S, G, runs, t_begin, t_end, L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots,
+            RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows, num_warps=4,
         )  # fmt: skip
     return ids
 

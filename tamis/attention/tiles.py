@@ -24,14 +24,14 @@ class Tile:
 
 # (kernel, padded head dim) → tile; half precision. The smaller of two shared memories (A100, 164 KB) fits every entry.
 HALF = {
-    ("forward", 64): Tile(128, 128, 8, 3),
+    ("forward", 64): Tile(128, 64, 4, 3),
     ("forward", 128): Tile(128, 64, 8, 3),
-    ("dq", 64): Tile(128, 64, 8, 3),
+    ("dq", 64): Tile(64, 64, 4, 3),
     ("dq", 128): Tile(128, 64, 8, 2),
     ("dkv", 64): Tile(64, 64, 4, 3),
-    ("dkv", 128): Tile(64, 64, 8, 2),
-    ("score", 64): Tile(128, 128, 8, 3),
-    ("score", 128): Tile(128, 128, 8, 2),
+    ("dkv", 128): Tile(64, 64, 4, 1),
+    ("score", 64): Tile(64, 64, 4, 3),
+    ("score", 128): Tile(64, 64, 4, 3),
 }
 LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
 FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,12 +16,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 
-def relative_rmse(measured: torch.Tensor, expected: torch.Tensor) -> float:
-    """`‖measured − expected‖ / ‖expected‖`; infinite where anything is not finite, 0 for two empty or zero tensors."""
+def relative_rmse(measured: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """`‖measured − expected‖ / ‖expected‖`; infinite where anything is not finite, 0 for two empty or zero tensors.
+
+    `floor` is the least size per element the expected values count as, for gradients that vanish exactly.
+    """
     measured, expected = measured.detach().double(), expected.detach().double()
     if not (torch.isfinite(measured).all() and torch.isfinite(expected).all()):
         return float("inf")
-    error, size = (measured - expected).norm().item(), expected.norm().item()
+    error, size = (measured - expected).norm().item(), max(expected.norm().item(), floor * expected.numel() ** 0.5)
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
@@ -36,3 +40,38 @@ def random_inputs(spec, batch=1, tokens=50, groups=2, heads_per_group=2, dim=16,
     tensors = [normal(batch, tokens, heads, dim) * scale, *(normal(batch, n, groups, dim) for n in lengths)]
     tensors.append(torch.sigmoid(normal(batch, tokens, heads, 3)))
     return [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors hold NaN (or the largest whole number), so that a value never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, spec):
+    """Relative RMSE of a branch's output, log-sum-exp and gradients: its two kernel functions against the reference."""
+    from tamis.attention.mix import mix_backward
+
+    limit = LIMIT[q.dtype]
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v, gates)]
+    expected = attend(*exact[:3], spec)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(7)).to(q)
+    gradients = torch.autograd.grad(expected * exact[3][..., branch : branch + 1], exact, dout.float())
+
+    q, k, v, gates = (x.detach() for x in (q, k, v, gates))
+    out, lse = forward(q, k, v, spec)
+    outs = [torch.zeros_like(out) for _ in range(3)]
+    outs[branch] = out
+    dgates, delta = mix_backward(dout, *outs, gates)
+    dq = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
+    dk, dv = backward(q, k, v, lse, dout, gates, delta[branch], branch, dq, spec, accumulate_dq=False)
+    added = dq.clone()
+    backward(q, k, v, lse, dout, gates, delta[branch], branch, added, spec, accumulate_dq=True)
+    measured = {"out": out, "dq": dq, "dk": dk, "dv": dv, "dgates": dgates, "added dq": added}
+    wanted = (expected, *gradients, 2 * gradients[0])
+    errors = {name: relative_rmse(x, y, floor=0.1) for (name, x), y in zip(measured.items(), wanted, strict=True)}
+    assert max(errors.values()) <= limit, errors
+    return out, lse

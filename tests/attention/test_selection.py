@@ -1,0 +1,99 @@
+"""Block selection by kernels against the reference: the same ids, or equal scores to float32 rounding."""
+
+import pytest
+import torch
+
+from tests.attention.devices import DEVICE, DTYPES, poisoned_memory, random_inputs  # isort: skip
+from tamis.attention import NSASpec, reference, select_blocks
+from tamis.attention import selection as kernels
+
+SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
+__all__ = ["poisoned_memory"]
+
+
+def selected(q, k_cmp, spec):
+    return select_blocks(q, k_cmp, spec, backend="triton")
+
+
+def assert_as_good_as_the_reference(q, k_cmp, spec):
+    """Ids may differ only where the reference's own scores differ by float32 rounding."""
+    ids, best = selected(q, k_cmp, spec), reference.select_blocks(q, k_cmp, spec)
+    assert ids.dtype == torch.int32 and ids.shape == best.shape
+    assert torch.equal(ids < 0, best < 0)
+    assert ((ids[..., 1:] > ids[..., :-1]) | (ids[..., 1:] < 0)).all(), "ascending, each block once, unused last"
+    scores = reference.block_scores(q, k_cmp, spec).transpose(1, 2)
+    total = [scores.gather(-1, x.clamp(min=0).long()).mul(x >= 0).sum(-1) for x in (ids, best)]
+    torch.testing.assert_close(total[0], total[1], rtol=3e-6, atol=0)
+    return ids, best
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spec", "tokens", "heads_per_group"),
+    [
+        (SMALL, 203, 2),
+        (NSASpec(l=8, d=4, l_sel=8, n_sel=6, w=24), 97, 16),
+        (NSASpec(l=16, d=4, l_sel=8, n_sel=5, w=24), 90, 1),
+        (NSASpec(l=4, d=4, l_sel=12, n_sel=5, w=24), 90, 1),
+        (NSASpec(l=4, d=4, l_sel=8, n_sel=3, w=24), 50, 2),
+    ],
+    ids=[
+        "overlap 2",
+        "scores above 2",
+        "a compressed block longer than a selection block",
+        "no overlap",
+        "forced alone",
+    ],
+)
+def test_ids_are_those_of_the_reference(poisoned_memory, dtype, spec, tokens, heads_per_group):
+    q, k_cmp, *_ = random_inputs(spec, tokens=tokens, groups=1, heads_per_group=heads_per_group, dtype=dtype)
+    ids, best = assert_as_good_as_the_reference(q, k_cmp, spec)
+    assert (ids != best).float().mean() < 0.01
+
+
+def test_equal_scores_give_the_lower_index(poisoned_memory):
+    """Keys of zero score all visible blocks alike, but for what the edges take away."""
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=203, groups=1)
+    zero = torch.zeros_like(k_cmp)
+    assert torch.equal(selected(q, zero, SMALL), reference.select_blocks(q, zero, SMALL))
+
+
+def test_scores_that_vanish_are_ties_too(poisoned_memory):
+    """One key takes all the weight: every other score is exactly 0, and the lowest blocks win."""
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=150, groups=1, heads_per_group=1)
+    with torch.no_grad():
+        q.fill_(1.0)
+        k_cmp.fill_(-30.0)
+        k_cmp[:, 20] = 30.0
+    seen = SMALL.last_token(20)
+    assert torch.equal(selected(q, k_cmp, SMALL)[:, seen:], reference.select_blocks(q, k_cmp, SMALL)[:, seen:])
+
+
+def test_a_sequence_shorter_than_a_compressed_block_takes_its_only_block(poisoned_memory):
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=5, groups=1)
+    assert torch.equal(selected(q, k_cmp, SMALL), reference.select_blocks(q, k_cmp, SMALL))
+
+
+def test_chunks_and_streamed_queries_choose_alike(poisoned_memory, monkeypatch):
+    """Long sequences are scored in chunks, and large groups read their queries again: neither may change a bit."""
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=170, groups=2, heads_per_group=2)
+    whole = selected(q, k_cmp, SMALL)
+    monkeypatch.setattr(kernels, "SCORE_BYTES", 2 * 4 * 90 * 12)
+    assert len(kernels._chunks(1, 170, 2, SMALL)) > 1
+    monkeypatch.setattr(kernels, "HELD_BYTES", 0)
+    assert torch.equal(selected(q, k_cmp, SMALL), whole)
+
+
+def test_blocks_of_very_many_strides_are_left_to_the_reference(poisoned_memory):
+    spec = NSASpec(l=1, d=1, l_sel=300, n_sel=3, w=4)
+    q, k_cmp, *_ = random_inputs(spec, tokens=11, groups=1)
+    assert torch.equal(selected(q, k_cmp, spec), reference.select_blocks(q, k_cmp, spec))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [5000, 40000])
+def test_real_shapes_in_half_precision_lose_nothing(tokens):
+    q, k_cmp, *_ = random_inputs(NSASpec(), tokens=tokens, heads_per_group=6, dim=64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_as_good_as_the_reference(q, k_cmp, NSASpec())
