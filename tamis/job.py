@@ -1,0 +1,103 @@
+"""The main job, `tamis run`: looks at the machine, smokes, trains under supervision, and hands over. No torch here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tamis.config import Config, load_config
+from tamis.legacy import variable_overrides
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.directory import RunDirectory
+from tamis.run.exit_codes import ExitCode
+from tamis.run.hardware import SHOWCASE_CONFIG, LaunchPlan, launch_plan, read_gpus
+from tamis.run.info import describe_run, write_eta, write_info
+from tamis.run.report import write_report
+from tamis.run.supervisor import LaunchOptions, launch
+
+RUNS = Path("artifacts/train_runs")
+SMOKE_STEPS = 50
+SAMPLE_TOKENS = 200
+
+
+def main_job(config_path: str | None, overrides: list[str], detach: bool = False) -> int:
+    """One command from a bare machine to a trained model; returns the exit code."""
+    gpus = read_gpus()
+    plan = launch_plan(gpus, config_path=config_path)
+    for reason in plan.reasons:
+        _say(reason)
+    from_variables, effects = variable_overrides(os.environ)
+    os.environ.update(plan.environment)
+    for line in [*effects, *(f"{name}={value}: set for this machine" for name, value in plan.environment.items())]:
+        _say(line)
+    config = load_config(plan.config_path, [*from_variables, *overrides])
+    run_dir = RUNS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
+    run_dir.mkdir(parents=True)
+    info = describe_run(
+        config, config_path=plan.config_path, run_dir=run_dir, gpus=gpus, processes=plan.processes, command=sys.argv
+    )
+    write_info(run_dir / "run.info", info)
+    write_info(RunDirectory(config.train.out_dir).create().run_info, info)
+    for key in ("model", "parameters", "config_hash", "tokens_per_step", "tokens_planned", "out_dir"):
+        _say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
+    if gpus and (code := smoke(plan, run_dir)) != ExitCode.DONE:
+        _say(f"the smoke test failed with exit code {code}: nothing was launched. Read {run_dir / 'smoke.log'}")
+        return code
+    code = launch(config, processes=plan.processes, log=run_dir / "train.log", detach=detach)
+    return code if detach else _hand_over(config, run_dir, code)
+
+
+def smoke(plan: LaunchPlan, run_dir: Path) -> int:
+    """Fifty synthetic steps of the showcase model on every GPU: drivers, collectives, checkpoints, logging."""
+    _say(f"smoke test: {SMOKE_STEPS} synthetic steps")
+    out_dir = run_dir / "smoke"
+    overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={out_dir}"]
+    overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
+    config = load_config(SHOWCASE_CONFIG, overrides)
+    return launch(config, processes=plan.processes, log=run_dir / "smoke.log", options=LaunchOptions())
+
+
+def _hand_over(config: Config, run_dir: Path, code: int) -> int:
+    run = RunDirectory(config.train.out_dir)
+    if code == ExitCode.DONE:
+        write_eta(run_dir / "run.info", "done")
+        _compare_with_counting(config, run)
+        _show_sample(config, run)
+    report = write_report(run)
+    _say(f"logs: {run_dir}   model and curves: {run.path}   report: {report}")
+    return code
+
+
+def _compare_with_counting(config: Config, run: RunDirectory) -> None:
+    """Beside the showcase's validation loss: what counting bytes would reach on the same text."""
+    if config.data.dataset != "sample" or config.data.tokenizer != "byte":
+        return
+    from tamis.data import validation_batches
+    from tamis.data.sample import entropies
+
+    counted = entropies(config, validation_batches(config))
+    last = run.val_csv.read_text(encoding="utf-8").splitlines()[-1].split(",")
+    _say(
+        f"validation loss {float(last[1]):.4f} nats per byte; counting single bytes reaches {counted.unigram:.4f}, "
+        f"pairs of bytes {counted.bigram:.4f}"
+    )
+
+
+def _show_sample(config: Config, run: RunDirectory) -> None:
+    step = latest_valid_checkpoint(run)
+    if config.train.sample_prompt is None or step is None:
+        return
+    _say(f"the model continues {config.train.sample_prompt!r}:")
+    command = [sys.executable, "-m", "tamis.cli", "generate", str(run.checkpoint(step))]
+    command += ["--prompt", config.train.sample_prompt, "--max-new-tokens", str(SAMPLE_TOKENS)]
+    result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    print(flush=True)
+    if result.returncode:
+        _say(f"no sample: {result.stderr.strip()}")
+
+
+def _say(text: str) -> None:
+    print(f"[tamis] {text}", flush=True)
