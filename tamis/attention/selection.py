@@ -2,14 +2,14 @@
 
 Two kernels. `_score_kernel` recomputes `p = exp(qk − lse)` head by head, adds the group's heads in registers, folds
 compressed blocks into selection blocks, and stores the scores in runs of a few blocks, with the best of each run; the
-per-head `S × N` is never stored. `_top_kernel` takes the best runs, which must hold the best blocks, and looks only there.
+per-head `S × N` is never stored. `_top_kernel` takes the best runs, which must hold the best blocks, and looks there.
 Scores are float32 throughout and are compared whole, ties to the lower index: the ids are the reference's except where
 two scores differ by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
 
 Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N compressed blocks; `RUN` blocks to a run.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
 import torch

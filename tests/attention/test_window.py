@@ -29,7 +29,7 @@ def test_agrees_with_the_reference(poisoned_memory, dtype, window, tokens, group
 
 
 def test_one_token_sees_itself(poisoned_memory):
-    out, lse = check(24, DTYPES[0], tokens=1)
+    _, lse = check(24, DTYPES[0], tokens=1)
     assert torch.isfinite(lse).all()
 
 
