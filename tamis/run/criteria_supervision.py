@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 from tamis.run.evidence import Evidence
 from tamis.run.findings import Finding, failed, judged, not_measured, passed, utc
@@ -19,17 +20,18 @@ def no_alarms(evidence: Evidence) -> Finding:
     """The watchdog saw nothing that made it stop the run."""
     if not evidence.events:
         return not_measured("no events.jsonl: nobody watched this run")
-    alarms = [event for event in evidence.events if _severity(event) in ("halt", "stall")]
+    alarms = [event for event in evidence.events if _details(event).get("severity") in ("halt", "stall")]
     if alarms:
         return failed(f"{alarms[0]['event']} at {utc(alarms[0]['ts'])}: {alarms[0]['reason']}", at=alarms[0]["ts"])
     return passed(f"{len(evidence.events)} events, no alarm among them", evidence.events[-1]["ts"])
 
 
 def watchdog_was_on(evidence: Evidence) -> Finding:
-    watchers = sorted({str(event.get("by")) for event in evidence.events} & {"supervisor", "watchdog"})
-    if not watchers:
-        return failed("no supervisor or watchdog wrote to events.jsonl")
-    return passed(f"{' and '.join(watchers)} wrote {len(evidence.events)} events", evidence.events[0]["ts"])
+    """A supervisor that watches says so when it starts workers; a watchdog of its own writes under its own name."""
+    watched = [event for event in evidence.events if event.get("by") == "watchdog" or _details(event).get("watch")]
+    if not watched:
+        return failed("no supervisor or watchdog that watches wrote to events.jsonl")
+    return passed(f"{watched[0]['by']} since {utc(watched[0]['ts'])}", watched[0]["ts"])
 
 
 def started_without_errors(evidence: Evidence) -> Finding:
@@ -84,6 +86,6 @@ def _first_steps_by_process(ends: list[Heartbeat]) -> list[Heartbeat]:
     return [beat for before, beat in pairwise([None, *ends]) if beat and (before is None or before.pid != beat.pid)]
 
 
-def _severity(event: dict[str, object]) -> object:
+def _details(event: dict[str, Any]) -> dict[str, Any]:
     details = event.get("evidence")
-    return details.get("severity") if isinstance(details, dict) else None
+    return details if isinstance(details, dict) else {}

@@ -25,7 +25,6 @@ from tamis.run.hardware import Gpu
 from tamis.run.info import describe_run, git_commit, write_info
 from tamis.run.phases import PHASES, Phase
 from tamis.run.records import write_json_atomic, write_text_atomic
-from tamis.run.usage import recorded_usage
 from tamis.run.workers import trainer_command
 
 Launch = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
@@ -103,8 +102,7 @@ def run_phase(phase: Phase, setting: Setting, launch: Launch, console: Console) 
         soft_wrap=True,
     )
     write_info(directory.run_info, _info(setting, config, directory))
-    with recorded_usage(directory):
-        code = launch(config)
+    code = launch(config)
     if code in STOPPED_BY_REQUEST:
         console.print(f"phase {phase.number} was stopped on request; launch again to go on", soft_wrap=True)
         return code

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.attend import attended
 from tamis.run.checkpoints import latest_valid_checkpoint
 from tamis.run.directory import RunDirectory
 from tamis.run.events import EventLog, write_anomaly
@@ -68,7 +69,7 @@ def launch(
     if detach and _detach(run, log):
         return ExitCode.DONE
     lock.sign("launch")
-    with lock:
+    with lock, attended(config, processes):
         supervisor = Supervisor(config, run, processes, log, options or LaunchOptions())
         if previous is not None:
             supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
@@ -135,7 +136,13 @@ class Supervisor:
         self.watcher.begin(self.processes)
         since = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
         self.workers = workers = Workers(command, self.log, self.screen)
-        self.events.record("start", f"{self.processes} worker(s) {since}", command=command, pid=workers.process.pid)
+        self.events.record(
+            "start",
+            f"{self.processes} worker(s) {since}",
+            command=command,
+            pid=workers.process.pid,
+            watch=self.options.watch,
+        )
         alarm = None
         while not workers.has_ended():
             alarm = alarm or self._watch(workers)

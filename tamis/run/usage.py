@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.run.directory import RunDirectory
-from tamis.run.hardware import Gpu, read_gpus
+from tamis.run.hardware import Gpu
 
 HEADER = "ts,gpu,used_mib,total_mib,utilisation_percent"
 MAX_BYTES = 32 << 20  # two days of 8 GPUs at one sample in five seconds; then the older half makes room
@@ -29,19 +28,17 @@ def usage_csv(directory: RunDirectory) -> Path:
     return directory.path / "gpu_usage.csv"
 
 
-@contextmanager
-def recorded_usage(
-    directory: RunDirectory, *, every_s: float = 5.0, read: Callable[[], Sequence[Gpu]] = read_gpus
-) -> Iterator[None]:
-    """Sample in a background thread while the block runs. Without a GPU there is nothing to write."""
-    stop = threading.Event()
-    sampler = threading.Thread(target=_sample_until, args=(stop, usage_csv(directory), every_s, read), daemon=True)
-    sampler.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        sampler.join()
+def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
+    """One sample of each GPU; without a GPU, or with a full disk, nothing is written."""
+    path = usage_csv(directory)
+    if not gpus or not path.parent.is_dir():
+        return
+    rows = "".join(_row(time.time(), gpu) for gpu in gpus)
+    with suppress(OSError):  # samples are not worth the run
+        if path.exists() and path.stat().st_size > MAX_BYTES:
+            _drop_older_half(path)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(rows if file.tell() else f"{HEADER}\n{rows}")
 
 
 def read_usage(path: Path) -> list[UsageSample]:
@@ -51,22 +48,6 @@ def read_usage(path: Path) -> list[UsageSample]:
     except FileNotFoundError:
         return []
     return [sample for sample in map(_parse, lines) if sample]
-
-
-def _sample_until(stop: threading.Event, path: Path, every_s: float, read: Callable[[], Sequence[Gpu]]) -> None:
-    while not stop.wait(every_s):
-        if gpus := read():
-            _append(path, gpus)
-
-
-def _append(path: Path, gpus: Sequence[Gpu]) -> None:
-    if not path.parent.is_dir():
-        return
-    if path.exists() and path.stat().st_size > MAX_BYTES:
-        _drop_older_half(path)
-    rows = "".join(_row(time.time(), gpu) for gpu in gpus)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(rows if file.tell() else f"{HEADER}\n{rows}")
 
 
 def _row(now: float, gpu: Gpu) -> str:

@@ -56,7 +56,7 @@ def fabricate(out: Path, story: Story | None = None, config: Config | None = Non
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"x" * 64)
     ticking = SimpleNamespace(time=lambda: clock, monotonic=lambda: clock - story.starts_at + 1000)
     with mock.patch.object(heartbeat, "time", ticking), mock.patch("tamis.run.events.time", ticking):
-        EventLog(run, by="supervisor").record("start", f"started {story.processes} workers")
+        EventLog(run, by="supervisor").record("start", f"started {story.processes} workers", watch=True)
         writers = [_writer(run, rank, story) for rank in range(story.processes)]
         for phase in ("boot", "loader_ready", "compile"):
             clock += 5
