@@ -1,0 +1,106 @@
+"""`tamis bench paths`: the same model and training step with each way to compute its attention, in one run.
+
+Sparse kernels (on a GPU), the plain-PyTorch reference they are held to, and the dense twin. A table first, JSON last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tamis.attention import nsa_attention
+from tamis.attention.backend import why_no_kernels
+from tamis.config import Config, build_config
+from tamis.model import Decoder
+from tamis.model import nsa as nsa_layer
+from tamis.run.records import write_json_atomic
+from tamis.train.distributed import choose_device, device_name
+from tamis.train.probe import measure, random_batches
+from tamis.train.step import COMPUTE_DTYPE, autocast
+
+RESULTS = Path("artifacts/bench")
+
+
+def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) -> int:
+    """Measure every path that can run here; prints the table as it grows, and writes the document to `results`."""
+    device = choose_device(config, 0)
+    document: dict[str, Any] = {"device": device_name(device), "config_hash": config.hash, "steps": steps, "rows": []}
+    print(f"{config.model.name} on {device_name(device)}, {config.tokens_per_step(1):,} tokens per step, {steps} steps")
+    print(f"{'path':>14} {'tok/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'GiB':>6} {'first loss':>11}")
+    for path in _paths(config, device):
+        row = _measure(path, config, device, steps, warmup)
+        document["rows"].append(row)
+        _print_row(row)
+    results.mkdir(parents=True, exist_ok=True)
+    file = results / f"paths_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    write_json_atomic(file, document)
+    print(f"written to {file}")
+    print(json.dumps(document))
+    return 0
+
+
+def _paths(config: Config, device: torch.device) -> list[str]:
+    reason = why_no_kernels(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k)
+    if reason:
+        print(f"sparse kernels are not measured: {reason}")
+    return [*([] if reason else ["sparse kernels"]), "reference", "dense twin"]
+
+
+def _measure(path: str, config: Config, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
+    tree = config.model_dump()
+    tree["model"]["attention"] = "dense" if path == "dense twin" else "nsa"
+    shaped = build_config(tree)
+    torch._dynamo.reset()
+    try:
+        with _reference_computes() if path == "reference" else contextlib.nullcontext():
+            loss = _first_loss(shaped, device)
+            measured = measure(shaped, device, random_batches(shaped).__next__, steps, warmup)
+    except torch.OutOfMemoryError:
+        return {"path": path, "error": "out of memory"}
+    return {
+        "path": path,
+        "toks_per_s": round(measured.tokens_per_s(shaped), 1),
+        "step_p50_ms": round(measured.percentile_ms(50), 3),
+        "step_p95_ms": round(measured.percentile_ms(95), 3),
+        "peak_gib": measured.peak_gib,
+        "first_loss": round(loss, 5),
+    }
+
+
+@torch.no_grad()
+def _first_loss(config: Config, device: torch.device) -> float:
+    """Of the fresh model on the first batch: two ways to compute the same attention must give the same."""
+    torch.manual_seed(config.train.seed)
+    decoder = Decoder(config).to(device)
+    tokens = torch.from_numpy(next(random_batches(config))[0]).to(device).long()
+    with autocast(config, device):
+        return float(decoder.loss(tokens)[0])
+
+
+@contextlib.contextmanager
+def _reference_computes() -> Iterator[None]:
+    """Within it, NSA layers use the reference wherever they are. For this comparison alone: training cannot choose."""
+    nsa_layer.nsa_attention = functools.partial(nsa_attention, backend="reference")  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        nsa_layer.nsa_attention = nsa_attention  # type: ignore[attr-defined]
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    if "error" in row:
+        print(f"{row['path']:>14} {row['error']}", flush=True)
+        return
+    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    print(
+        f"{row['path']:>14} {row['toks_per_s']:>10,.0f} {row['step_p50_ms']:>9.1f} {row['step_p95_ms']:>9.1f} "
+        f"{peak:>6} {row['first_loss']:>11.5f}",
+        flush=True,
+    )
