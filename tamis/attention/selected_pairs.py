@@ -15,13 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_lists import Chunk, Layout, chunks_of_pairs
+from tamis.attention.selected_lists import ITEM, Chunk, Layout, chunks_of_pairs
 from tamis.attention.selected_rows import LOG2E, config, key_tiles, load_rows, store_rows
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import padded, precision
-
-
-MERGED_AT_ONCE = 8192  # elements a program of the merge kernels reads at once
 
 
 def forward(
@@ -89,7 +86,7 @@ def backward(
     for lists in chunks_of_pairs(ids_BSGn, layout):
         _backward_items[(layout.items_per_chunk, parts)](
             q_BSHD, k_BSGD, v_BSGD, dout_BSHD, statistics, lse_BHS.numel(), part_dq, part_dkv[0], part_dkv[1],
-            *_item_arguments(lists, layout), scale * LOG2E,
+            dk_sum, dv_sum, dk, dv, lists.list_items, *_item_arguments(lists, layout), scale * LOG2E, scale,
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
@@ -101,7 +98,7 @@ def backward(
         _merge_key_gradients[(layout.lists_per_chunk, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
             layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
-            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ITEMS=4,
+            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16,
         )  # fmt: skip
     return dk, dv
 
@@ -131,6 +128,7 @@ def _sizes(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, int | str
         "D": dim,
         "BD": padded(dim),
         "PRECISION": precision(q_BSHD.dtype),
+        "ITEM": ITEM,
         "OFFSET": _offset_type(q_BSHD, layout, parts),
     }
 
@@ -166,14 +164,12 @@ def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
     )  # fmt: skip
 
 
-def _merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Grid (tokens, groups, parts of the group's heads) and sizes for the kernels that join a token's partial results."""
-    slots = triton.next_power_of_2(sizes["N"] * sizes["SUB"])
-    heads = triton.next_power_of_2(sizes["R"])
-    while heads > 1 and slots * heads * sizes["BD"] > MERGED_AT_ONCE:
-        heads //= 2
-    grid = (layout.segment, layout.segments_per_chunk * layout.groups, triton.cdiv(sizes["R"], heads))
-    return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | {"BR": heads, "BS": slots}
+def _merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and sizes for the kernels that join a token's partial results, in tiles of tokens × heads."""
+    rows = max(2048 // sizes["BD"], triton.next_power_of_2(sizes["R"]))
+    grid = (triton.cdiv(layout.segment, rows // sizes["R"]), layout.segments_per_chunk * layout.groups)
+    slots = {"BS": triton.next_power_of_2(sizes["N"]), "BP": triton.next_power_of_2(sizes["N"] * sizes["SUB"])}
+    return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | slots | {"ROWS": rows}
 
 
 @triton.jit
@@ -184,6 +180,19 @@ def _place_of_list(list_id, first_segment, per_sequence, segment, blocks, G: tl.
     sequence = (index // per_sequence).to(tl.int64)
     first_token = (index % per_sequence) * segment
     return sequence, first_token, (segment_group % G).to(tl.int64), list_id % blocks, segment_group
+
+
+@triton.jit
+def _masked_tiles(
+    pairs, start, count, end, N: tl.constexpr, TOKENS: tl.constexpr, ALL: tl.constexpr, ITEM: tl.constexpr
+):
+    """How many tiles at the head of an item hold tokens that do not see the whole block (they lie in it, and tokens are
+    ascending). All of them where a block does not fill its key tiles."""
+    if ALL:
+        return tl.cdiv(count, TOKENS)
+    entry = tl.arange(0, ITEM)
+    pair = tl.load(pairs + start + entry, mask=entry < count, other=2147483647)
+    return tl.cdiv(tl.sum((pair // N < end - 1).to(tl.int32), 0), TOKENS)
 
 
 @triton.jit
@@ -201,7 +210,8 @@ def _forward_items(
     pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item: softmax over one block's keys alone, for every token of the item; `scale` includes log2(e)."""
     item = tl.program_id(0)
@@ -226,6 +236,9 @@ def _forward_items(
     first_row = (segment_group.to(tl.int64) * segment * N * SUB + sub) * R
     part_out += first_row * D
     part_lse += first_row
+    masked_tiles = _masked_tiles(
+        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+    )
     next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
         pair = tl.maximum(next_pair, 0)
@@ -235,7 +248,8 @@ def _forward_items(
         token = first_token + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
+        if tile < masked_tiles:
+            s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
         top = tl.max(s, 1) * scale
         top = tl.where(top == -float("inf"), 0.0, top)
         p = tl.exp2(s * scale - top[:, None])
@@ -248,49 +262,58 @@ def _forward_items(
 
 
 @triton.jit
-def _token_of_program(segment, tokens, first_segment, per_sequence, segments, G: tl.constexpr):
-    """Where a program of the merge kernels lies, one per token and group: whether it exists, sequence, token, group, and
-    the token's number within the chunk and group."""
+def _rows_of_merge(
+    ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the token's
+    number within the chunk and group, and how many slots it uses."""
+    row = tl.arange(0, ROWS)
+    in_segment = tl.program_id(0) * (ROWS // R) + row // R
     segment_group = tl.program_id(1)
     index = first_segment + segment_group // G
-    token = (index % per_sequence) * segment + tl.program_id(0)
-    exists = (token < tokens) & (index < segments)
+    token = (index % per_sequence) * segment + in_segment
+    live = (row < (ROWS // R) * R) & (in_segment < segment) & (token < tokens) & (index < segments)
     segment_group = segment_group.to(tl.int64)
+    group = segment_group % G
     sequence = (index // per_sequence).to(tl.int64)
-    return exists, sequence, token.to(tl.int64), segment_group % G, segment_group * segment + tl.program_id(0)
+    token = token.to(tl.int64)
+    slot = tl.arange(0, BS)
+    chosen = ids + sequence * i_b + group * i_g + token[:, None] * i_s + slot[None, :]
+    chosen = tl.load(chosen, mask=live[:, None] & (slot < N)[None, :], other=-1)
+    used = tl.sum((chosen >= 0).to(tl.int32), 1)
+    return live, sequence, token, group * R + row % R, segment_group * segment + in_segment, used
 
 
 @triton.jit(do_not_specialize=["first_segment"])
 def _merge_outputs(
     part_out, part_lse, ids, out, lse, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2). All parts are read at once."""
-    exists, sequence, token, group, local_token = _token_of_program(
-        segment, tokens, first_segment, per_sequence, segments, G
+    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
+    live, sequence, token, head, local_token, used = _rows_of_merge(
+        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, N, BS, ROWS
     )
-    if not exists:
-        return
-    part = tl.arange(0, BS)
-    head = tl.program_id(2) * BR + tl.arange(0, BR)
-    head_live = head < R
-    block = tl.load(ids + sequence * i_b + token * i_s + group * i_g + part // SUB, mask=part < N * SUB, other=-1)
-    used = (block >= 0)[:, None] & head_live[None, :]
-    row = (local_token * (N * SUB) + part)[:, None] * R + head[None, :]
-    part_top = tl.load(part_lse + row, mask=used, other=-float("inf"))
-    column = tl.arange(0, BD)
-    mask = used[:, :, None] if D == BD else used[:, :, None] & (column < D)[None, None, :]
-    values = tl.load(part_out + row[:, :, None] * D + column[None, None, :], mask=mask, other=0.0)
-    top = tl.max(part_top, 0)
-    weight = tl.exp2(part_top - tl.where(top == -float("inf"), 0.0, top)[None, :])
-    total = tl.sum(weight, 0)
-    merged = tl.sum(values.to(tl.float32) * weight[:, :, None], 0)
-    merged = merged * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    q_head = group * R + head
-    store_rows(out, ((sequence * tokens + token) * (G * R) + q_head) * D, merged, head_live, D, BD)
+    first_part = local_token * (N * SUB) * R + head % R
+    part = tl.arange(0, BP)
+    tops = tl.load(
+        part_lse + first_part[:, None] + part[None, :] * R,
+        mask=part[None, :] < (used * SUB)[:, None],
+        other=-float("inf"),
+    )
+    top = tl.max(tops, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(tl.exp2(tops - top[:, None]), 1)
+    acc = tl.zeros((ROWS, BD), tl.float32)
+    for index in tl.range(0, N * SUB, loop_unroll_factor=8):  # the reads of eight parts are under way together
+        exists = index < used * SUB
+        weight = tl.exp2(tl.load(part_lse + first_part + index * R, mask=exists, other=-float("inf")) - top)
+        acc += load_rows(part_out, (first_part + index * R) * D, exists, D, BD).to(tl.float32) * weight[:, None]
+    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    store_rows(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + (sequence * (G * R) + q_head) * tokens + token, natural, mask=head_live)
+    tl.store(lse + (sequence * (G * R) + head) * tokens + token, natural, mask=live)
 
 
 @triton.jit
@@ -311,11 +334,12 @@ def _transpose_statistics(
 
 @triton.jit(do_not_specialize=["first_segment"])
 def _backward_items(
-    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale, dk_scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item: all five products of the backward pass for one block's keys and the item's tokens.
 
@@ -327,8 +351,9 @@ def _backward_items(
     if count == 0:
         return
     start = tl.load(item_start + item)
+    list_id = tl.load(item_list + item)
     sequence, first_token, group, block, segment_group = _place_of_list(
-        tl.load(item_list + item), first_segment, per_sequence, segment, blocks, G
+        list_id, first_segment, per_sequence, segment, blocks, G
     )
     in_block = sub * BN + tl.arange(0, BN)
     key = block * L_SEL + in_block
@@ -346,6 +371,9 @@ def _backward_items(
     part_dq += (segment_group.to(tl.int64) * segment * N * SUB + sub) * R * D
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
+    masked_tiles = _masked_tiles(
+        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+    )
     next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
         pair = tl.maximum(next_pair, 0)
@@ -362,7 +390,8 @@ def _backward_items(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
         p = tl.exp2(s * scale - row_lse[:, None])
-        p = tl.where(last_key[None, :] <= token[:, None], p, 0.0)
+        if tile < masked_tiles:
+            p = tl.where(last_key[None, :] <= token[:, None], p, 0.0)
         weighted = (p * row_gate[:, None]).to(do_tile.dtype)
         dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
         ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
@@ -370,38 +399,36 @@ def _backward_items(
         dq = tl.dot(ds, k_tile, input_precision=PRECISION)
         row = pair.to(OFFSET) * (SUB * R) + head
         store_rows(part_dq, row * D, dq, live, D, BD)
-    row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
-    always = tl.full((BN,), True, tl.int1)
-    store_rows(part_dk, row * D, dk, always, D, BD)
-    store_rows(part_dv, row * D, dv, always, D, BD)
+    if tl.load(list_items + list_id) == 1:
+        _add_key_gradients(
+            dk, dv, in_block, block, group, first_segment + segment_group // G, dk_sum, dv_sum, dk_out, dv_out,
+            per_sequence, tokens, dk_scale, G, L_SEL, D, BD,
+        )  # fmt: skip
+    else:
+        row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+        always = tl.full((BN,), True, tl.int1)
+        store_rows(part_dk, row * D, dk, always, D, BD)
+        store_rows(part_dv, row * D, dv, always, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
 def _merge_query_gradients(
-    part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale,
-    i_b, i_s, i_g, dq_b, dq_s, dq_h,
-    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
+    part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    exists, sequence, token, group, local_token = _token_of_program(
-        segment, tokens, first_segment, per_sequence, segments, G
+    live, sequence, token, head, local_token, used = _rows_of_merge(
+        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, N, BS, ROWS
     )
-    if not exists:
-        return
-    part = tl.arange(0, BS)
-    head = tl.program_id(2) * BR + tl.arange(0, BR)
-    head_live = head < R
-    block = tl.load(ids + sequence * i_b + token * i_s + group * i_g + part // SUB, mask=part < N * SUB, other=-1)
-    used = (block >= 0)[:, None] & head_live[None, :]
-    row = (local_token * (N * SUB) + part)[:, None] * R + head[None, :]
-    column = tl.arange(0, BD)
-    mask = used[:, :, None] if D == BD else used[:, :, None] & (column < D)[None, None, :]
-    values = tl.load(part_dq + row[:, :, None] * D + column[None, None, :], mask=mask, other=0.0)
-    merged = tl.sum(values.to(tl.float32), 0) * scale
-    target = sequence * dq_b + token * dq_s + (group * R + head) * dq_h
+    first_part = local_token * (N * SUB) * R + head % R
+    acc = tl.zeros((ROWS, BD), tl.float32)
+    for index in tl.range(0, N * SUB, loop_unroll_factor=8):
+        acc += load_rows(part_dq, (first_part + index * R) * D, index < used * SUB, D, BD).to(tl.float32)
+    acc = acc * scale
+    target = sequence * dq_b + token * dq_s + head * dq_h
     if ADD:
-        merged += load_rows(dq, target, head_live, D, BD).to(tl.float32)
-    store_rows(dq, target, merged, head_live, D, BD)
+        acc += load_rows(dq, target, live, D, BD).to(tl.float32)
+    store_rows(dq, target, acc, live, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -409,33 +436,44 @@ def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
     first_segment, per_sequence, segments, blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    KEYS: tl.constexpr, ITEMS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add up a list's items in order, onto what earlier segments of the sequence gave; round with the last segment."""
+    """Add up the items of the lists that have several, or none; a list of one item was finished by the item itself."""
     list_id = tl.program_id(0)
     segment_group = list_id // blocks
     index = first_segment + segment_group // G
-    part = index % per_sequence
     items = tl.load(list_items + list_id)
-    last = part == per_sequence - 1
-    if (index >= segments) | ((items == 0) & (part > 0) & (part < per_sequence - 1)):
-        return  # nothing to add, nothing to round
-    sequence = (index // per_sequence).to(tl.int64)
-    group = segment_group % G
+    if (index >= segments) | (items == 1):
+        return
     in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    key = (list_id % blocks) * L_SEL + in_block
+    first = tl.load(list_first + list_id).to(tl.int64)
+    always = tl.full((KEYS,), True, tl.int1)
+    dk_acc = tl.zeros((KEYS, BD), tl.float32)
+    dv_acc = tl.zeros((KEYS, BD), tl.float32)
+    for item in tl.range(0, items, loop_unroll_factor=4):
+        row = (first + item) * (SUB * BN) + in_block
+        dk_acc += load_rows(part_dk, row * D, always, D, BD)
+        dv_acc += load_rows(part_dv, row * D, always, D, BD)
+    _add_key_gradients(
+        dk_acc, dv_acc, in_block, list_id % blocks, segment_group % G, index, dk_sum, dv_sum, dk, dv,
+        per_sequence, tokens, scale, G, L_SEL, D, BD,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_key_gradients(
+    dk_acc, dv_acc, in_block, block, group, segment_index, dk_sum, dv_sum, dk, dv, per_sequence, tokens, scale,
+    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add a whole list's gradients onto what earlier segments of the sequence gave; round with the last segment."""
+    sequence = (segment_index // per_sequence).to(tl.int64)
+    part = segment_index % per_sequence
+    last = part == per_sequence - 1
+    key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    dk_acc = load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    dv_acc = load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    first = tl.load(list_first + list_id)
-    column = tl.arange(0, BD)[None, None, :]
-    for begin in range(0, items, ITEMS):
-        item = begin + tl.arange(0, ITEMS)
-        row = ((first + item).to(tl.int64) * (SUB * BN))[:, None] + in_block[None, :]
-        mask = (item < items)[:, None, None] & live[None, :, None] & (column < D)
-        dk_acc += tl.sum(tl.load(part_dk + row[:, :, None] * D + column, mask=mask, other=0.0), 0)
-        dv_acc += tl.sum(tl.load(part_dv + row[:, :, None] * D + column, mask=mask, other=0.0), 0)
+    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
     store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
     store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
     store_rows(dk, target, dk_acc * scale, live & last, D, BD)
