@@ -40,5 +40,8 @@ def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
 def _done(session: Session) -> ExitCode:
     session.save_if_new()
     session.evaluate()
+    if session.saved_step != session.step:  # not done: the result of the run exists nowhere
+        session.telemetry.beat("failed", session.step, exit_code=int(ExitCode.CRASH), detail="the end is not saved")
+        return ExitCode.CRASH
     session.telemetry.beat("done", session.step, exit_code=int(ExitCode.DONE))
     return ExitCode.DONE

@@ -1,0 +1,207 @@
+"""The real trainer killed, told to stop and stalled: it ends as if nothing had happened, or exactly as promised."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tamis.config import Config
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.directory import RunDirectory
+from tamis.run.ladder import Grace
+from tamis.run.lock import RunLock
+from tamis.run.watch import watch
+from tamis.run.watchdog import Limits
+from tests.faults.forking_trainer import RealTrainer, TrainerServer, as_operators_do, tiny_real_config
+
+SEEDS = range(30)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TrainerServer]:
+    server = TrainerServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def unbroken(server: TrainerServer, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    config = tiny_real_config(tmp_path_factory.mktemp("unbroken"))
+    trainer = server.start(config, resume=None)
+    assert trainer.wait() == 0, trainer.output()
+    return trainer.run
+
+
+def assert_same_end(run: RunDirectory, unbroken: RunDirectory) -> None:
+    """Weights, optimizer, schedule, random state and data position bit by bit, and every number that was logged."""
+    assert latest_valid_checkpoint(run) == latest_valid_checkpoint(unbroken) == 16
+    ours, theirs = (torch.load(each.checkpoint(16), weights_only=True) for each in (run, unbroken))
+    for state in (ours, theirs):
+        del state["config"]["train"]["out_dir"]
+    assert_identical(ours, theirs)
+    assert run.val_csv.read_text() == unbroken.val_csv.read_text()
+    assert without_speed(run.training_csv) == without_speed(unbroken.training_csv)
+
+
+def assert_identical(ours: Any, theirs: Any, where: str = "state") -> None:
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            assert_identical(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_identical(*pair, f"{where}[{index}]")
+    else:
+        assert ours == theirs, where
+
+
+def without_speed(path: Path) -> list[str]:
+    return [line.rpartition(",")[0] for line in path.read_text().splitlines()]
+
+
+def finish(server: TrainerServer, config: Config) -> RealTrainer:
+    trainer = server.start(config)
+    assert trainer.wait() == 0, trainer.output()
+    return trainer
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_runs_killed_at_random_steps_end_with_identical_weights(server, unbroken, tmp_path, half: int) -> None:
+    kills = 0
+    for seed in list(SEEDS)[half::2]:
+        dice = random.Random(seed)
+        config = tiny_real_config(tmp_path / str(seed))
+        for _ in range(dice.choice([1, 1, 2])):
+            trainer = server.start(config)
+            trainer.until_phase(
+                dice.choice(["step_start", "progress", "step_end", "checkpoint"]), dice.randrange(1, 16)
+            )
+            time.sleep(dice.uniform(0, 0.01))
+            trainer.kill(signal.SIGKILL)
+            kills += trainer.wait() == -signal.SIGKILL
+        assert_same_end(finish(server, config).run, unbroken)
+    assert kills >= 13  # a run may by chance be done before its kill; nearly all are not
+
+
+@pytest.fixture(scope="module")
+def told_to_stop(server, tmp_path_factory) -> dict[str, tuple[RealTrainer, int, float]]:
+    """Trainers that get TERM while one part of them stands still, all at once: code and seconds until each ended."""
+    parts = {
+        "step": ({}, "progress"),
+        "first step, as a compiler does": ({"part": "compute", "step": 1, "seconds": 600}, "progress"),
+        "wait for data": ({"part": "data", "step": 6, "seconds": 600}, "step_start"),
+        "evaluation": ({"part": "evaluation", "seconds": 2}, "eval"),
+        "save": ({"part": "save", "seconds": 2}, "checkpoint"),
+    }
+    trainers = {}
+    for name, (slow, phase) in parts.items():
+        config = tiny_real_config(tmp_path_factory.mktemp("term"), steps=16 if slow else 2000, save_every=4)
+        trainers[name] = server.start(config, resume=None, slow=slow)
+        trainers[name].until_phase(phase, 1 if "first" in name else 6 if slow else 20)
+    begun = {name: time.monotonic() for name in trainers if trainers[name].kill(signal.SIGTERM) is None}
+    return {name: (trainer, trainer.wait(), time.monotonic() - begun[name]) for name, trainer in trainers.items()}
+
+
+@pytest.mark.parametrize("part", ["step", "first step, as a compiler does", "wait for data", "evaluation", "save"])
+def test_term_ends_a_trainer_within_its_deadline_wherever_it_is(told_to_stop, server, unbroken, part: str) -> None:
+    trainer, code, _ = told_to_stop[part]
+    assert code == 4, trainer.output()
+    assert "SIGTERM received" in trainer.output()
+    last = trainer.beats()[-1]
+    if part in ("first step, as a compiler does", "wait for data"):
+        assert "no step boundary in time" in trainer.output()
+    else:
+        assert last.phase == "halted" and latest_valid_checkpoint(trainer.run) == last.step
+    if part != "step":
+        config = tiny_real_config(trainer.run.path)
+        assert_same_end(finish(server, config).run, unbroken)
+
+
+def test_the_watchdog_stops_a_trainer_that_really_stalls_and_it_resumes_exactly(server, unbroken, tmp_path) -> None:
+    config = tiny_real_config(tmp_path)
+    trainer = server.start(config, slow={"part": "compute", "step": 7, "seconds": 600})
+    trainer.until_phase("progress", 7)
+    quick = Limits().patience_scaled(0.01)
+    code = watch(tmp_path, limits=quick, grace=Grace(halt_s=0.5, term_s=1.0), look_every_s=0.1, say=lambda line: None)
+    assert code == 5
+    assert trainer.wait() == -signal.SIGKILL
+    assert trainer.run.anomaly.read_text().startswith("stuck_in_compute\n")
+    assert "slowed" in trainer.run.stackdumps()[0].read_text()
+    assert_same_end(finish(server, config).run, unbroken)
+
+
+def test_two_trainers_never_share_a_directory(server, tmp_path) -> None:
+    config = tiny_real_config(tmp_path)
+    with RunLock(RunDirectory(tmp_path).trainer_lock) as lock:
+        lock.acquire("trainer")
+        second = server.start(config)
+        assert second.wait() == 2
+    assert f"running trainer (pid {os.getpid()}" in second.output()
+
+
+def test_a_tensorboard_folder_that_cannot_be_written_does_not_end_the_run(server, tmp_path) -> None:
+    (tmp_path / "tb").write_text("in the way")
+    trainer = server.start(tiny_real_config(tmp_path, tensorboard=True, steps=6))
+    assert trainer.wait() == 0, trainer.output()
+    assert "TensorBoard" in trainer.output()
+
+
+def test_a_halt_file_stops_an_unsupervised_trainer_and_a_stale_one_does_not(server, tmp_path) -> None:
+    halt = RunDirectory(tmp_path).halt
+    halt.touch()
+    os.utime(halt, (time.time() - 3600,) * 2)
+    trainer = server.start(tiny_real_config(tmp_path, steps=2000))
+    trainer.until_phase("step_end", 3)
+    assert "stale .HALT" in trainer.output() and not halt.exists()
+    halt.touch()
+    assert trainer.wait() == 3, trainer.output()
+    assert not halt.exists()
+    assert latest_valid_checkpoint(tmp_path) == trainer.beats()[-1].step
+
+
+FULL_DISK = """
+import json, subprocess, sys
+from pathlib import Path
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", str(disk)], check=True)
+config = (disk.parent / "config.yaml")
+train = [sys.executable, "-m", "tamis.train.main", "--config", str(config)]
+first = subprocess.run([*train, "train.keep_checkpoints=0"], capture_output=True, text=True)  # room for two
+from tamis.run.checkpoints import latest_valid_checkpoint
+newest = latest_valid_checkpoint(disk / "out")
+for old in (disk / "out").glob("checkpoint_step4.*"):
+    old.unlink()  # what the message asks for
+again = subprocess.run([*train, "--resume", "auto"], capture_output=True, text=True)
+print(json.dumps([first.returncode, first.stdout + first.stderr, newest, again.returncode, again.stdout + again.stderr,
+                  latest_valid_checkpoint(disk / "out"), (disk / "out" / "training.csv").read_text()]))
+"""
+
+
+def test_a_full_disk_costs_the_new_checkpoint_only_and_the_run_goes_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "config.yaml").write_text(tiny_real_config(disk / "out", steps=12, eval_every=0).to_yaml())
+    script = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK, str(disk)]
+    result = subprocess.run(
+        script, capture_output=True, text=True, timeout=120, env=as_operators_do(), cwd=Path(__file__).parents[2]
+    )
+    assert result.returncode == 0, result.stderr
+    code, output, newest, again, more_output, last, rows = json.loads(result.stdout.splitlines()[-1])
+    assert "NO checkpoint" in output and "No space left" in output
+    assert "step 12/12" in output  # it trained on to the end,
+    assert (code, newest) == (1, 8), output  # which does not count as done; what was saved before stands
+    assert (again, last) == (0, 12), more_output
+    assert [row.split(",")[0] for row in rows.splitlines()[1:]] == [str(step) for step in range(1, 13)]
