@@ -28,10 +28,12 @@ class Block(nn.Module):
         self.attention = NSALayer(config, rotary) if model.attention == "nsa" else DenseLayer(config, rotary)
         self.feed_forward_norm = RMSNorm(model.dim, model.norm_eps)
         self.feed_forward = SwiGLU(model.dim, model.d_ff)
+        self.with_statistics = model.attention == "nsa" and config.train.aux_stats
 
     def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The block's output, and the statistics of its gates where they are wanted."""
         attended, gates = self.attention(self.attention_norm(x_BSE))
-        return self._add(x_BSE, attended), gates
+        return self._add(x_BSE, attended), gate_statistics(gates) if self.with_statistics else None
 
     def extend(self, x_BSE: Tensor, cache: Any, start: int) -> Tensor:
         return self._add(x_BSE, self.attention.extend(self.attention_norm(x_BSE), cache, start))
@@ -82,10 +84,15 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
-            x, gates = self._run(block, x)
-            if gates is not None and self.config.train.aux_stats:
-                statistics.append(gate_statistics(gates))
+            x, of_block = self._run(block, x)
+            if of_block is not None:
+                statistics.append(of_block)
         return self.norm(x), torch.stack(statistics) if statistics else None
+
+    def compile_blocks(self) -> None:
+        """Compile what all layers share, once: the first step comes much sooner than with the whole model compiled."""
+        for block in self.blocks:
+            block.compile(fullgraph=True)
 
     @torch.no_grad()
     def extend(self, tokens_BS: Tensor, cache: Cache) -> Tensor:

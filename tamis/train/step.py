@@ -37,10 +37,11 @@ class Loss(nn.Module):
 class TrainStep:
     def __init__(self, decoder: Decoder, config: Config, workers: Workers) -> None:
         self.decoder, self.config, self.workers, self.device = decoder, config, workers, workers.device
+        on_gpu = workers.device.type == "cuda"
+        if config.runtime.compile and on_gpu and not config.runtime.ddp_safe_mode:
+            decoder.compile_blocks()
         self.model = distribute(Loss(decoder), config, workers)
         self.stepper = Stepper(decoder, config, workers.device)  # after FSDP has replaced the parameters
-        on_gpu, plain = workers.device.type == "cuda", config.runtime.ddp_safe_mode
-        self._call: Any = torch.compile(self.model) if config.runtime.compile and on_gpu and not plain else self.model
         self._graph: GraphedMicroBatch | None = None
         # A replayed graph does not come by the ranges that a profiler was promised.
         if config.runtime.cuda_graph and on_gpu and workers.world_size == 1 and not config.runtime.nvtx:
@@ -49,7 +50,7 @@ class TrainStep:
 
     def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
         with attention_kernels(self.config), autocast(self.config, self.device):
-            return self._call(tokens_BS1)  # type: ignore[no-any-return]
+            return self.model(tokens_BS1)  # type: ignore[no-any-return]
 
     def __call__(self, tokens_ABS1: np.ndarray | None, number: int, flags: Sequence[bool] = ()) -> Tensor:
         """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`; returns its `step_numbers`.
