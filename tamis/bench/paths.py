@@ -33,8 +33,9 @@ def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) ->
     device = choose_device(config, 0)
     document: dict[str, Any] = {"device": device_name(device), "config_hash": config.hash, "steps": steps, "rows": []}
     print(f"{config.model.name} on {device_name(device)}, {config.tokens_per_step(1):,} tokens per step, {steps} steps")
+    paths = _paths(config, device)
     print(f"{'path':>14} {'tok/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'GiB':>6} {'first loss':>11}")
-    for path in _paths(config, device):
+    for path in paths:
         row = _measure(path, config, device, steps, warmup)
         document["rows"].append(row)
         _print_row(row)

@@ -1,0 +1,43 @@
+"""What the verbs share: their panels, the words that name a configuration, and how these become one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tamis import __version__
+from tamis.config import Config, ConfigError, load_config
+from tamis.legacy import variable_overrides
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CONFIG|SECTION.KEY=VALUE", help="a YAML file, and changes to single keys on top"),
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir")]
+
+TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
+
+
+def resolve(words: list[str] | None, default: str | None = None) -> Config:
+    """The config file ($CONFIG, then `default`, when none is given), then the variables, then single keys."""
+    path, overrides = split(words)
+    from_variables, effects = variable_overrides(os.environ)
+    for effect in effects:
+        print(f"[tamis] {effect}", flush=True)
+    return load_config(path or default, [*from_variables, *overrides])
+
+
+def split(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """The config file, $CONFIG when none is given, and the single keys."""
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"one config file at most, got {', '.join(files)}")
+    return files[0] if files else os.environ.get("CONFIG"), [word for word in words or [] if "=" in word]
+
+
+def loading_torch() -> None:
+    """The first line within a second: loading torch takes several."""
+    print(f"[tamis] {__version__}: loading torch …", flush=True)

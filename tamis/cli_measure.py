@@ -1,0 +1,89 @@
+"""Verbs that measure: profile, bench. Each bench prints a table first, and one JSON document as its last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tamis.cli_base import MEASURE, Words, loading_torch, resolve
+
+app = typer.Typer()
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure attention, training, decoding, retrieval.")
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+
+M7C = "configs/m7c_125m_80g.yaml"
+
+
+@app.command(rich_help_panel=MEASURE)
+def profile(
+    words: Words = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps to profile, after three of warm-up")] = 5,
+    out: Annotated[Path | None, typer.Option(help="folder for trace and table; by default OUT/profile")] = None,
+) -> None:
+    """Where does the time go? A few training steps under PyTorch's profiler: a trace and a table.
+
+    Example: tamis profile configs/m7c_125m_80g.yaml --steps 10
+    """
+    loading_torch()
+    resolved = resolve(words)
+    from tamis.train.profiling import profile as profiled
+
+    raise typer.Exit(profiled(resolved, steps, out))
+
+
+@bench_app.command("paths")
+def bench_paths(
+    words: Words = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured of each path")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 10,
+) -> None:
+    """The same model and step with sparse kernels, the plain-PyTorch reference and dense attention.
+
+    Example: tamis bench paths configs/m7c_125m_2xa100_production.yaml --steps 20
+    """
+    loading_torch()
+    from tamis.bench.paths import compare
+
+    raise typer.Exit(compare(resolve(words), steps, warmup))
+
+
+@bench_app.command("train")
+def bench_train(
+    words: Words = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens per sequence; repeatable")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per step")] = 65536,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
+    with_data: Annotated[bool, typer.Option("--with-data", help="also with the loader, from prepared shards")] = False,
+) -> None:
+    """Tokens/s, MFU, step times and memory of the real training step, NSA beside its dense twin.
+
+    Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
+    """
+    loading_torch()
+    from tamis.bench.train import LENGTHS, run
+
+    print(json.dumps(run(resolve(words, M7C), lengths or list(LENGTHS), tokens, steps, warmup, with_data)))
+
+
+@bench_app.command("decode")
+def bench_decode(
+    batches: Annotated[list[int] | None, typer.Option("--batch", help="sequences; repeatable")] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens in the cache; repeatable")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 30,
+    with_model: Annotated[bool, typer.Option("--with-model", help="also a step of the whole model")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """One token over the caches: latency, tokens/s, keys read, beside dense attention. Also to artifacts/bench/.
+
+    Example: tamis bench decode --batch 1 --batch 8 --length 65536
+    """
+    loading_torch()
+    from tamis.bench.decode import BATCHES, LENGTHS
+    from tamis.bench.decode import bench_decode as measure
+
+    measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)

@@ -1,0 +1,68 @@
+"""Verbs that look at a run and hand it over: monitor, judge, report, handoff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tamis.cli_base import WATCH, RunDir
+
+app = typer.Typer()
+
+
+@app.command(rich_help_panel=WATCH)
+def monitor(
+    run: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="print the state once as text")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the state once as JSON")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 2.0,
+) -> None:
+    """Watch a run live: curves, ranks, GPUs, gates, ETA, alerts. Never writes, never disturbs.
+
+    Examples:
+
+      tamis monitor artifacts/m7c_125m
+
+      tamis monitor artifacts/m7c_125m --once     (exit code 1 when something is wrong)
+    """
+    from tamis.run.monitor import monitor as show
+
+    raise typer.Exit(show(run, once=once, as_json=json, every_s=every))
+
+
+@app.command(rich_help_panel=WATCH)
+def judge(run: RunDir) -> None:
+    """Hold a run against the runbooks' success criteria, with the evidence for each line; exit code 1 if one failed.
+
+    Example: tamis judge artifacts/m7c_125m_2xa100_prod
+    """
+    from tamis.run.judge import judge as judged
+
+    raise typer.Exit(judged(run))
+
+
+@app.command(rich_help_panel=WATCH)
+def report(run: RunDir) -> None:
+    """Write RUN/report.html: curves, criteria and facts on one page that needs no network.
+
+    Example: tamis report artifacts/train_showcase
+    """
+    from tamis.run.report import report as write
+
+    raise typer.Exit(write(run))
+
+
+@app.command(rich_help_panel=WATCH)
+def handoff(
+    run: RunDir,
+    output: Annotated[Path | None, typer.Option(help="the tar to write; by default beside RUN, with the time")] = None,
+) -> None:
+    """Pack everything a successor needs into one verified bundle, without secrets.
+
+    Example: tamis handoff artifacts/m7c_125m_2xa100_prod
+    """
+    from tamis.run.handoff import handoff as pack
+
+    raise typer.Exit(pack(run, output=output))
