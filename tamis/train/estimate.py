@@ -1,12 +1,14 @@
 """`tamis estimate`: what a run will cost, from a short measured probe on this device, before it starts.
 
 python -m tamis.train.estimate --config configs/m7c_125m_80g.yaml --json
+torchrun --nproc_per_node=2 -m tamis.train.estimate --config configs/m7c_125m_80g.yaml
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -16,7 +18,7 @@ import torch
 
 from tamis.config import Config, load_config
 from tamis.size import parameter_count
-from tamis.train.distributed import choose_device
+from tamis.train.distributed import Workers, choose_device, join
 from tamis.train.peak import Utilisation
 from tamis.train.probe import GIB, measure, random_batches
 from tamis.train.progress import duration
@@ -31,7 +33,7 @@ USABLE = 0.85  # share of a GPU's memory that a suggestion may fill
 @dataclass(frozen=True)
 class Estimate:
     device: str
-    toks_per_s: float  # of all processes, if they scale perfectly
+    toks_per_s: float  # of all processes; measured by one alone, if they scale perfectly
     step_ms: float
     mfu: float | None
     peak_gib: float | None
@@ -44,9 +46,11 @@ class Estimate:
     advice: list[str]
 
 
-def estimate(config: Config, processes: int = 1) -> Estimate:
-    device = choose_device(config, 0)
-    measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP)
+def estimate(config: Config, processes: int = 1, workers: Workers | None = None) -> Estimate:
+    """By this process alone for `processes` of them, or by all `workers` together, exchange of gradients included."""
+    device = workers.device if workers else choose_device(config, 0)
+    processes = workers.world_size if workers else processes
+    measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, workers)
     rate = measured.tokens_per_s(config)
     tokens = config.tokens_per_step(processes)
     checkpoint = parameter_count(config) * STATE_BYTES / GIB
@@ -96,7 +100,15 @@ def _free_gib(path: Path) -> float:
 
 def report(config: Config, processes: int = 1, as_json: bool = False) -> int:
     """Measure and print; 0 unless the checkpoints would not fit on the disk."""
-    result = estimate(config, processes)
+    if "RANK" in os.environ:
+        with join(config) as workers:
+            return _report(estimate(config, workers=workers), config, workers.world_size, as_json, workers.is_main)
+    return _report(estimate(config, processes), config, processes, as_json)
+
+
+def _report(result: Estimate, config: Config, processes: int, as_json: bool, speaks: bool = True) -> int:
+    if not speaks:
+        return 0
     if as_json:
         print(json.dumps(asdict(result)))
     else:

@@ -34,14 +34,24 @@ class Measurement:
         return float(np.percentile(self.step_s, percent)) * 1e3
 
 
-def measure(config: Config, device: torch.device, next_tokens: NextTokens, steps: int, warmup: int) -> Measurement:
-    """Train a fresh model for `warmup + steps` steps, without waiting for the device between them."""
+def measure(
+    config: Config,
+    device: torch.device,
+    next_tokens: NextTokens,
+    steps: int,
+    warmup: int,
+    workers: Workers | None = None,
+) -> Measurement:
+    """Train a fresh model for `warmup + steps` steps, without waiting for the device between them.
+
+    With `workers`, as one of them: the gradients then travel as they will in the run.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     torch.manual_seed(config.train.seed)
-    step = TrainStep(Decoder(config).to(device), config, Workers(0, 1, device))
+    step = TrainStep(Decoder(config).to(device), config, workers or Workers(0, 1, device))
     step(next_tokens(), 1)
     _synchronise(device)
     first_step_s = time.perf_counter() - began
