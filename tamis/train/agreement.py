@@ -19,10 +19,11 @@ import tamis
 from tamis.config import Config, ConfigError
 from tamis.data import DataError
 from tamis.run.checkpoints import DamagedCheckpoint
+from tamis.run.lock import RunLocked
 from tamis.train.distributed import Workers
 from tamis.train.guards import Anomaly
 
-SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, DataError, DamagedCheckpoint, OSError)
+SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, DataError, DamagedCheckpoint, RunLocked, OSError)
 
 Result = TypeVar("Result")
 

@@ -120,11 +120,13 @@ def distribute(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
 
 def _replicate(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
     runtime = config.runtime
+    # PyTorch's static graph does not know backward passes that are not synchronised: its first one fails an assertion.
+    is_static = runtime.ddp_static_graph and not runtime.ddp_safe_mode and config.train.accumulate_grad_batches == 1
     wrapped = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[workers.device.index] if workers.device.type == "cuda" else None,
         bucket_cap_mb=runtime.ddp_bucket_mb,
-        static_graph=runtime.ddp_static_graph and not runtime.ddp_safe_mode,
+        static_graph=is_static,
         find_unused_parameters=runtime.ddp_find_unused,
         gradient_as_bucket_view=True,
     )

@@ -36,8 +36,7 @@ class Session:
         self.config, self.workers = config, workers
         self.run = RunDirectory(config.train.out_dir).create()
         self.lock = RunLock(self.run.trainer_lock)
-        if workers.is_main:
-            self.lock.acquire("trainer")  # never two trainers in one directory
+        together(workers, self._lock_directory)
         self.signals = StopSignals(self.run, workers.rank)
         self.progress = Progress(speaks=workers.is_main)
         self.telemetry = Telemetry(config, self.run, workers, self.progress)
@@ -46,6 +45,11 @@ class Session:
         self.step = self.saved_step = 0  # optimizer steps done, and those in the newest checkpoint of this session
         self.data_error: DataError | None = None
         self.telemetry.beat("boot", 0)
+
+    def _lock_directory(self) -> None:
+        """Never two trainers in one directory."""
+        if self.workers.is_main:
+            self.lock.acquire("trainer")
 
     def open(self, checkpoint: str | None) -> None:
         """Open the data, build the model, and resume from the checkpoint if there is one."""

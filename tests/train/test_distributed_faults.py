@@ -1,0 +1,243 @@
+"""Faults of single ranks: whatever happens to one, all end together, with the same code, and nothing is lost."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tamis.config import Config
+from tamis.data import DataError
+from tamis.data.loader import Batch, Loader
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.directory import RunDirectory
+from tamis.run.heartbeat import read_heartbeats
+from tamis.train import agreement, main, session
+from tamis.train.step import TrainStep
+from tests.train.processes import Ranks, ranks, run_ranks, tiny_config, train_rank, wait_until
+
+ODD = 1  # the rank that misbehaves
+
+
+def is_odd() -> bool:
+    return os.environ["RANK"] == str(ODD)
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    return tiny_config(tmp_path / "run", "train.steps=12", "train.save_every=5", *overrides)
+
+
+def last_beats(config: Config) -> list[Any]:
+    return [read_heartbeats(RunDirectory(config.train.out_dir).heartbeat(rank), tail=1)[-1] for rank in (0, 1)]
+
+
+def expect(tmp_path: Path, codes: list[int], body: Callable[..., int], *arguments: Any) -> Ranks:
+    with ranks(tmp_path / "ranks", 2, body, *arguments) as running:
+        assert running.wait() == codes, running.output()
+        return running
+
+
+# A rank that is not like the others
+
+
+def with_other_code(config: Config) -> int:
+    if is_odd():
+        agreement.code_hash = lambda: "0123456789ab"  # type: ignore[assignment]
+    return main.train_config(config)
+
+
+def with_other_config(config: Config, other: Config) -> int:
+    return main.train_config(other if is_odd() else config)
+
+
+def without_data_at_start(config: Config) -> int:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise DataError("this machine does not see the files")
+
+    if is_odd():
+        session.open_loader = fail  # type: ignore[assignment]
+    return main.train_config(config)
+
+
+def test_a_rank_with_other_code_is_named_and_nothing_is_trained(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    running = expect(tmp_path, [2, 2], with_other_code, config)
+    for rank in (0, 1):
+        assert "rank 1 has code '0123456789ab', the others have" in running.log(rank)
+    assert [beat.exit_code for beat in last_beats(config)] == [2, 2]
+    assert not (tmp_path / "run" / "training.csv").exists()
+
+
+def test_a_rank_with_another_configuration_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    running = expect(tmp_path, [2, 2], with_other_config, config, config_of(tmp_path, "train.lr=0.5"))
+    assert "rank 1 has configuration" in running.log(0)
+
+
+def test_data_that_one_rank_cannot_open_ends_all_with_6(tmp_path: Path) -> None:
+    running = expect(tmp_path, [6, 6], without_data_at_start, config_of(tmp_path))
+    assert "rank 1: this machine does not see the files" in running.log(0)
+
+
+# A rank whose step fails
+
+
+def with_nan_at_step_7(config: Config) -> int:
+    """The odd rank's loss is NaN in step 7; every rank notes its weights after each step."""
+    whole_step, plain_loss, sums = TrainStep.__call__, TrainStep.loss, []
+
+    def watched(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+        step.number = number  # type: ignore[attr-defined]
+        result = whole_step(step, tokens, number, flags)
+        sums.append([float(p.detach().double().sum()) for p in map(whole, step.decoder.parameters())])
+        Path(config.train.out_dir, f"sums{os.environ['RANK']}.json").write_text(json.dumps(sums))
+        return result
+
+    def poisoned(step: TrainStep, tokens: Any) -> Any:
+        loss, gates = plain_loss(step, tokens)
+        return (loss * math.nan if is_odd() and step.number == 7 else loss), gates  # type: ignore[attr-defined]
+
+    TrainStep.__call__, TrainStep.loss = watched, poisoned  # type: ignore[method-assign, assignment]
+    return main.train_config(config)
+
+
+def whole(p: Any) -> Any:
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def with_other_weights(config: Config) -> int:
+    whole_step = TrainStep.__call__
+
+    def drifting(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+        if is_odd() and number == 3:
+            with torch.no_grad():
+                step.decoder.blocks[1].feed_forward.down.weight[2, 3] += 1e-6
+        return whole_step(step, tokens, number, flags)
+
+    TrainStep.__call__ = drifting  # type: ignore[method-assign, assignment]
+    return main.train_config(config)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_nan_on_one_rank_stops_all_with_5_before_it_touches_a_weight(tmp_path: Path, parallel: str) -> None:
+    config = config_of(tmp_path, f"runtime.parallel={parallel}")
+    running = expect(tmp_path, [5, 5], with_nan_at_step_7, config)
+    assert "Last good checkpoint: " in running.log(0) and "checkpoint_step5.pt" in running.log(0)
+    run = RunDirectory(config.train.out_dir)
+    assert run.anomaly.read_text().startswith("non_finite_loss")
+    for rank in (0, 1):
+        *_, before, good, vetoed = json.loads((run.path / f"sums{rank}.json").read_text())
+        assert good == vetoed and good != before
+    assert latest_valid_checkpoint(run) == 5
+
+
+def test_weights_that_leave_the_others_are_seen_within_the_check_and_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    running = expect(tmp_path, [5, 5], with_other_weights, config)
+    for rank in (0, 1):
+        assert "at step 3 the ranks no longer hold the same weights: rank 1 in" in running.log(rank)
+    assert RunDirectory(config.train.out_dir).anomaly.read_text().startswith("weights_differ")
+
+
+# A rank whose data fails
+
+
+def with_data_lost_at_step_8(config: Config) -> int:
+    deliver, delivered = Loader.next, []
+
+    def failing(loader: Loader) -> Batch:
+        if is_odd() and len(delivered) == 7:
+            raise DataError("the network is gone")
+        delivered.append(1)
+        return deliver(loader)
+
+    Loader.next = failing  # type: ignore[method-assign]
+    return main.train_config(config)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_data_lost_on_one_rank_ends_all_with_6_and_the_resumed_run_is_as_if_unbroken(
+    tmp_path: Path, parallel: str
+) -> None:
+    config = config_of(tmp_path, f"runtime.parallel={parallel}")
+    running = expect(tmp_path, [6, 6], with_data_lost_at_step_8, config)
+    for rank in (0, 1):
+        assert "the data failed: rank 1: the network is gone" in running.log(rank)
+    run = RunDirectory(config.train.out_dir)
+    assert latest_valid_checkpoint(run) == 7, "what was trained before the data failed is saved"
+    run_ranks(tmp_path / "again", 2, train_rank, config, "auto")
+    unbroken = config_of(tmp_path / "unbroken", f"runtime.parallel={parallel}")
+    run_ranks(tmp_path / "unbroken", 2, train_rank, unbroken)
+    assert losses(run) == losses(RunDirectory(unbroken.train.out_dir))
+
+
+def losses(run: RunDirectory) -> list[str]:
+    """The rows of training.csv without the measured speed."""
+    return [line.rsplit(",", 1)[0] for line in run.training_csv.read_text().splitlines()]
+
+
+# A rank that is told to stop, or killed
+
+
+def endless(tmp_path: Path) -> Config:
+    return tiny_config(tmp_path / "run", "train.steps=100000", "train.warmup_steps=2", "train.save_every=20")
+
+
+@pytest.mark.parametrize(("told", "code"), [("halt", 3), ("term", 4)])
+def test_halt_and_term_stop_all_ranks_at_the_same_step_with_a_checkpoint(tmp_path: Path, told: str, code: int) -> None:
+    config = endless(tmp_path)
+    run = RunDirectory(config.train.out_dir)
+    with ranks(tmp_path / "ranks", 2, train_rank, config) as running:
+        wait_until(lambda: latest_step(run) >= 3, "training is under way")
+        if told == "halt":
+            run.halt.touch()
+        else:
+            running.signal(ODD, signal.SIGTERM)
+        assert running.wait() == [code, code], running.output()
+    first, second = last_beats(config)
+    assert first.phase == second.phase == "halted" and first.step == second.step
+    assert (first.exit_code, second.exit_code) == (code, code)
+    assert latest_valid_checkpoint(run) == first.step and not run.halt.exists()
+    goes_on = config.model_copy(update={"train": config.train.model_copy(update={"steps": first.step + 2})})
+    run_ranks(tmp_path / "again", 2, train_rank, goes_on, "auto")
+    steps = [int(row.split(",")[0]) for row in losses(run)[1:]]
+    assert steps == list(range(1, first.step + 3)), "no step is missing and none is there twice"
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(tmp_path: Path) -> None:
+    config = endless(tmp_path)
+    run = RunDirectory(config.train.out_dir)
+    with ranks(tmp_path / "ranks", 2, train_rank, config) as running:
+        wait_until(lambda: 20 in run.checkpoints(), "the first checkpoint is there")
+        running.signal(ODD, signal.SIGKILL)
+        survivor, killed = running.wait()
+    assert killed == -signal.SIGKILL and survivor not in (0, None)
+    saved = latest_valid_checkpoint(run)
+    assert saved is not None and saved % 20 == 0
+    goes_on = config.model_copy(update={"train": config.train.model_copy(update={"steps": saved + 2})})
+    assert f"resuming from {run.checkpoint(saved)}" in run_ranks(tmp_path / "again", 2, train_rank, goes_on, "auto")
+
+
+def latest_step(run: RunDirectory) -> int:
+    beats = read_heartbeats(run.heartbeat(0), tail=1)
+    return beats[-1].step if beats else 0
+
+
+def test_a_second_trainer_in_the_same_directory_is_refused_on_every_rank(tmp_path: Path) -> None:
+    config = endless(tmp_path)
+    run = RunDirectory(config.train.out_dir)
+    with ranks(tmp_path / "first", 1, train_rank, config):
+        wait_until(lambda: latest_step(run) >= 1, "the first trainer is under way")
+        with ranks(tmp_path / "second", 2, _main, config) as second:
+            assert second.wait() == [2, 2], second.output()
+
+
+def _main(config: Config) -> int:
+    path = Path(config.train.out_dir).parent / f"second{os.environ['RANK']}.yaml"
+    path.write_text(config.to_yaml())
+    return main.main(["--config", str(path)])

@@ -1,0 +1,183 @@
+"""The optimizer step: schedule, decay, clipping, accumulation, and updates that must not happen."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tamis.config import Config, Train
+from tamis.model import Decoder
+from tamis.train import step_numbers
+from tamis.train.distributed import Workers
+from tamis.train.optimizer import build_optimizer, learning_rate, loss_scaler
+from tamis.train.step import TrainStep
+from tests.train.processes import tiny_config
+
+CPU = torch.device("cpu")
+TRAIN = Train(steps=100, warmup_steps=10, lr=1.0, lr_min_ratio=0.1)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(1, 0.1), (5, 0.5), (10, 1.0), (11, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 90))), (55, 0.55), (100, 0.1)],
+)
+def test_learning_rate_warms_up_then_falls_along_a_cosine(step: int, expected: float) -> None:
+    assert learning_rate(step, TRAIN) == pytest.approx(expected, abs=1e-12)
+
+
+def test_learning_rate_at_the_corners() -> None:
+    no_warmup = TRAIN.model_copy(update={"warmup_steps": 0})
+    only_warmup = TRAIN.model_copy(update={"warmup_steps": 100})
+    assert learning_rate(1, no_warmup) < 1.0 and learning_rate(1, no_warmup) == pytest.approx(1.0, abs=1e-3)
+    assert learning_rate(100, only_warmup) == 1.0
+    assert learning_rate(101, TRAIN) == pytest.approx(0.1)  # never up again beyond the end
+    assert learning_rate(1, TRAIN.model_copy(update={"steps": 1, "warmup_steps": 0})) == pytest.approx(0.1)
+
+
+def test_decay_is_for_matrices_only(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "train.weight_decay=0.3")
+    model = Decoder(config)
+    decayed, spared = build_optimizer(model, config).param_groups
+    assert decayed["weight_decay"] == 0.3 and spared["weight_decay"] == 0.0
+    assert {p.dim() for p in spared["params"]} == {1}
+    assert min(p.dim() for p in decayed["params"]) == 2
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
+
+
+class Trainer:
+    """A tiny model that takes steps on fixed tokens."""
+
+    def __init__(self, config: Config) -> None:
+        torch.manual_seed(config.train.seed)
+        self.config = config
+        self.step = TrainStep(Decoder(config), config, Workers(0, 1, CPU))
+        self.gradients: dict[str, Tensor] = {}
+        self._batches = self._random_batches()
+
+    def _random_batches(self) -> Iterator[np.ndarray]:
+        draw = np.random.default_rng(0)
+        while True:
+            yield draw.integers(0, 257, (4, self.config.train.seq_len + 1), dtype=np.int32)
+
+    def __call__(self, number: int) -> step_numbers.StepNumbers:
+        """One step on four sequences, however the configuration divides them into micro-batches."""
+        train = self.config.train
+        tokens = next(self._batches).reshape(train.accumulate_grad_batches, train.batch_size, -1)
+        return step_numbers.read(self.step(tokens, number).tolist(), flags=0, layers=2)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.step.decoder.named_parameters()}
+
+    def moments(self) -> dict[str, Tensor]:
+        state = self.step.stepper.state_dict()["optimizer"]
+        return {f"{name}.{key}": tensor.clone() for name, of in state.items() for key, tensor in of.items()}
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def tiny(tmp_path: Path, *overrides: str) -> Config:
+    return tiny_config(tmp_path, "train.batch_size=4", "train.steps=50", *overrides)
+
+
+def test_accumulation_equals_one_big_batch(tmp_path: Path) -> None:
+    big, small = (
+        Trainer(tiny(tmp_path)),
+        Trainer(tiny(tmp_path, "train.batch_size=1", "train.accumulate_grad_batches=4")),
+    )
+    for number in (1, 2, 3):
+        a, b = big(number), small(number)
+        assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    for name, weight in big.weights().items():
+        torch.testing.assert_close(small.weights()[name], weight, rtol=1e-4, atol=2e-5)
+
+
+def test_gradient_norm_is_that_before_clipping_and_clipping_keeps_to_its_limit(tmp_path: Path) -> None:
+    trainer = Trainer(tiny(tmp_path, "train.grad_clip=0.01"))
+    stepper, seen = trainer.step.stepper, {}
+    original = stepper.optimizer.step
+
+    def spy() -> None:
+        gradients = [p.grad for p in stepper.parameters if p.grad is not None]
+        seen["applied"] = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])))
+        original()
+
+    stepper.optimizer.step = spy  # type: ignore[method-assign, assignment]
+    torch.manual_seed(0)
+    norm = trainer(1).grad_norm
+    twin = Trainer(tiny(tmp_path))
+    tokens = torch.from_numpy(next(twin._batches)).long()
+    twin.step.loss(tokens)[0].backward()
+    true = torch.linalg.vector_norm(
+        torch.cat([p.grad.flatten() for p in twin.step.stepper.parameters if p.grad is not None])
+    )
+    assert norm == pytest.approx(float(true), rel=1e-5)
+    assert seen["applied"] == pytest.approx(0.01, rel=1e-3) and norm > 0.1
+
+
+@pytest.mark.parametrize("broken", ["gradient", "loss", "data"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_is_not_finite_or_not_data_changes_no_weight_and_no_moment(
+    tmp_path: Path, broken: str, precision: str
+) -> None:
+    trainer = Trainer(tiny(tmp_path, f"runtime.precision={precision}", "runtime.scaler_init_scale=8.0"))
+    trainer(1)
+    weights, moments = trainer.weights(), trainer.moments()
+    if broken == "gradient":
+        place = trainer.step.decoder.blocks[1].feed_forward.down.weight
+        hook = place.register_hook(lambda gradient: gradient * math.inf)
+        numbers = trainer(2)
+        hook.remove()
+        assert math.isfinite(numbers.loss)
+    elif broken == "loss":
+        call = trainer.step._call
+        trainer.step._call = lambda tokens: (call(tokens)[0] + math.nan, None)  # its gradient is finite
+        numbers = trainer(2)
+        trainer.step._call = call
+        assert math.isnan(numbers.loss)
+    else:
+        numbers = step_numbers.read(trainer.step(None, 2).tolist(), flags=0, layers=2)
+        assert numbers.lacks_data
+    assert not math.isfinite(numbers.grad_norm)
+    assert same_bits(weights, trainer.weights()) and same_bits(moments, trainer.moments())
+    assert math.isfinite(trainer(3).grad_norm) and not same_bits(weights, trainer.weights())
+
+
+def test_norm_weights_move_in_bf16_training(tmp_path: Path) -> None:
+    """Steps of 1e-4 vanish beside a bf16 1.0, whose neighbours are 0.004 away; fp32 master weights keep them."""
+    trainer = Trainer(tiny(tmp_path, "runtime.precision=bf16", "train.lr=1.0e-4", "train.warmup_steps=0"))
+    trainer(1)
+    for name, weight in trainer.weights().items():
+        if name.endswith("norm.weight"):
+            assert weight.dtype == torch.float32
+            moved = (weight - 1.0).abs()
+            assert (moved > 0).all() and (moved < 0.004).all(), name
+
+
+def test_scaler_settings_are_honoured(tmp_path: Path) -> None:
+    settings = {"init_scale": 32.0, "growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}
+    overrides = [f"runtime.scaler_{name}={value}" for name, value in settings.items()]
+    trainer = Trainer(tiny(tmp_path, "runtime.precision=fp16", *overrides))
+    scaler = trainer.step.stepper.scaler
+    assert scaler.get_scale() == 32.0
+    trainer(1)
+    trainer(2)
+    assert scaler.get_scale() == 32.0 * 4  # grown after two good steps
+    trainer.step(None, 3)
+    assert scaler.get_scale() == 32.0 * 4 * 0.25  # backed off after a bad one
+    assert not loss_scaler(tiny(tmp_path), CPU).is_enabled()
+
+
+def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
+    trainer, other = Trainer(tiny(tmp_path)), Trainer(tiny(tmp_path, "train.seed=7"))
+    trainer(1)
+    other.step.decoder.load_state_dict(trainer.weights(), strict=True)
+    other.step.stepper.load_state_dict(trainer.step.stepper.state_dict())
+    other._batches = trainer._batches
+    assert same_bits(trainer.moments(), other.moments())
+    assert "blocks.0.attention.out.weight.exp_avg" in trainer.moments()
