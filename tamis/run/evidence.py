@@ -14,7 +14,7 @@ from tamis.run.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.info import read_info
 from tamis.run.usage import UsageSample, read_usage, usage_csv
 
-LOGS = ("smoke.log", "train.log")
+LOGS = ("launch.log", "smoke.log", "train.log")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Evidence:
 
     @property
     def logs(self) -> list[Path]:
-        """train.log and smoke.log of every launch into this directory, oldest first."""
+        """What every launch printed into this directory, oldest first."""
         folders = [self.directory.path, *launch_folders(self.info)]
         return [path for folder in folders for name in LOGS if (path := folder / name).is_file()]
 

@@ -63,7 +63,8 @@ def handoff(
         pack(folder, output)
     problems = verify_bundle(output)
     write_text_atomic(output.with_suffix(".tar.sha256"), f"{sha256_of(output)}  {output.name}\n")
-    say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {len(problems)} of its files damaged")
+    state = "damaged" if problems else "incomplete" if missing else "complete and verified"
+    say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {state}")
     for line in [*missing, *problems]:
         say(f"  {line}")
     return 1 if missing or problems else 0
@@ -163,7 +164,7 @@ def _link(source: Path, target: Path) -> None:
 
 def _write_weights(checkpoint: Path, target: Path) -> str | None:
     """The weights alone, made in a child process because it needs torch; a reason when it could not."""
-    command = [sys.executable, "-m", "tamis.generate.weights", str(checkpoint), str(target)]
+    command = [sys.executable, "-m", "tamis.cli", "convert", str(checkpoint), str(target), "--kind", "safetensors"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WEIGHTS_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import resource
@@ -19,7 +20,7 @@ from tamis.run.directory import RunDirectory
 from tamis.run.environment import cuda_of_torch, package_versions
 from tamis.run.findings import Criterion, Finding, failed, judged, not_measured, passed
 from tamis.run.hardware import MIB, Gpu, free_disk_mib
-from tamis.run.lock import RunLock, RunLocked
+from tamis.run.lock import RunLock
 from tamis.size import parameter_count
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
@@ -104,14 +105,16 @@ def out_dir_is_writable(subject: Subject) -> Finding:
 
 
 def nobody_else_trains_there(subject: Subject) -> Finding:
+    """Asks for a shared lock and lets it go: the file keeps telling who owned the run last."""
     lock = RunLock(RunDirectory(subject.out_dir).lock)
-    if not lock.path.exists():
-        return passed(f"{subject.out_dir} has no owner")
     try:
-        lock.acquire("preflight")
-    except RunLocked as error:
-        return failed(str(error))
-    lock.release()
+        with open(lock.path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        owner = lock.owner() or {}
+        return failed(f"{subject.out_dir} belongs to process {owner.get('pid')} ({owner.get('purpose')})")
     return passed(f"{subject.out_dir} has no owner")
 
 
