@@ -19,6 +19,7 @@ from tamis.attention.verify import verify
 from tamis.config import Config, load_config
 from tamis.model import Decoder
 from tamis.train.distributed import choose_device
+from tamis.train.guards import Anomaly
 from tamis.train.step import COMPUTE_DTYPE, autocast
 
 RANDOM_TOKENS = 4096  # enough that the mean loss is known to a hundredth of a nat
@@ -50,6 +51,16 @@ def attention_agrees(config: Config, device: torch.device) -> list[Result]:
     spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
     checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit) for c in checks]
+
+
+def require_right_attention(config: Config, device: torch.device) -> None:
+    """Refuse to train on kernels that disagree with the reference on this device."""
+    wrong = [result for result in attention_agrees(config, device) if not result.passed]
+    if wrong:
+        named = ", ".join(f"{r.name} {r.measured:.2e} (limit {r.limit:.0e})" for r in wrong)
+        raise Anomaly(
+            "attention_mismatch", f"attention kernels disagree with the reference on this device: {named}"
+        )
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from tamis.train.mailbox import Mailbox
 from tamis.train.memory import MemoryDumps
 from tamis.train.optimizer import learning_rate
 from tamis.train.progress import Progress
+from tamis.train.selfcheck import require_right_attention
 from tamis.train.step import TrainStep
 from tamis.train.telemetry import StepNote, StepReport, Telemetry
 
@@ -66,6 +67,8 @@ class Session:
             decoder = Decoder(model_config(config, workers)).to(workers.device)
             self.train_step = TrainStep(decoder, config, workers)
         self.guard = Guard(config, self.loader.is_synthetic)
+        with stage("proving the attention that will train"):
+            require_right_attention(config, workers.device)
         if checkpoint is not None:
             with stage(f"resuming from {checkpoint}"):
                 together(workers, lambda: self.restore(Path(checkpoint)))
