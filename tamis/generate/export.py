@@ -1,0 +1,113 @@
+"""`tamis export`: a Hugging Face folder of a trained model: weights, configuration, tokenizer and our modelling file.
+
+`transformers` loads it with `trust_remote_code=True`; the only code it runs is the file written here and this package.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tamis.data.tokenizer import END_OF_TEXT, Tokenizer
+from tamis.generate.load import EXPORTED_CONFIG, EXPORTED_WEIGHTS, LoadedModel, load_model
+
+MODELLING_FILE = Path(__file__).with_name("modeling_tamis.py")
+
+
+def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str = "fp32") -> Path:
+    """Write `folder` from a checkpoint or run directory; returns it. A folder that holds something is refused."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already holds something: name a new folder, or empty it")
+    loaded = load_model(checkpoint, device="cpu", precision=precision)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder, loaded.tokenizer, loaded.model.max_len)
+    shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
+    _write_json(folder / "generation_config.json", {"eos_token_id": loaded.tokenizer.eot, "use_cache": False})
+    _write_json(folder / EXPORTED_CONFIG, _describe(loaded, precision))
+    _write_weights(folder, loaded)
+    print(f"{folder}: {loaded.config.model.name}, step {loaded.step}, {precision}")
+    return folder
+
+
+def _write_weights(folder: Path, loaded: LoadedModel) -> None:
+    from safetensors.torch import save_file
+
+    weights = {f"decoder.{name}": tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
+    save_file(weights, folder / EXPORTED_WEIGHTS, metadata={"format": "pt"})
+
+
+def _describe(loaded: LoadedModel, precision: str) -> dict[str, Any]:
+    """What `transformers` wants to know, and under `tamis` what the model is built from; no paths of the run."""
+    config, module = loaded.config, MODELLING_FILE.stem
+    return {
+        "model_type": "tamis",
+        "architectures": ["TamisForCausalLM"],
+        "auto_map": {"AutoConfig": f"{module}.TamisConfig", "AutoModelForCausalLM": f"{module}.TamisForCausalLM"},
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model.dim,
+        "num_hidden_layers": config.model.n_layers,
+        "num_attention_heads": config.model.n_heads,
+        "num_key_value_heads": config.model.n_kv_groups,
+        "max_position_embeddings": loaded.model.max_len,
+        "eos_token_id": loaded.tokenizer.eot,
+        "bos_token_id": loaded.tokenizer.eot,
+        "tie_word_embeddings": False,  # the embedding is used as the output matrix, there is no second one to tie
+        "use_cache": False,
+        "torch_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
+        "tamis_step": loaded.step,
+        "tamis": {
+            "model": config.model.model_dump(),
+            "nsa": config.nsa.model_dump(),
+            "data": {"tokenizer": config.data.tokenizer},
+            "train": {"seq_len": config.train.seq_len},
+        },
+    }
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_len: int) -> None:
+    """Either vocabulary as byte-level BPE files; plain bytes are the one without merges."""
+    tokens = [tokenizer.to_bytes([i]) for i in range(tokenizer.eot)]
+    spell = _byte_letters()
+    vocabulary = {"".join(spell[b] for b in token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot}
+    merges = [" ".join("".join(spell[b] for b in part) for part in pair) for pair in _merges(tokens)]
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "unk")}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_len, "add_prefix_space": False, **special}
+    _write_json(folder / "tokenizer_config.json", settings)
+    _write_json(folder / "special_tokens_map.json", special)
+
+
+def _merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """The pair each longer token was merged from, in order: what is left of it when only earlier merges apply."""
+    ranks = {token: i for i, token in enumerate(tokens)}
+    pairs = []
+    for rank, token in enumerate(tokens):
+        if len(token) > 1:
+            first, second = _split(token, ranks, rank)
+            pairs.append((first, second))
+    return pairs
+
+
+def _split(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        candidates = [(ranks.get(parts[i] + parts[i + 1], limit), i) for i in range(len(parts) - 1)]
+        rank, i = min(candidates)
+        assert rank < limit, f"{token!r} cannot be made from earlier tokens"
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def _byte_letters() -> list[str]:
+    """A printable letter for every byte, as byte-level BPE files spell them: itself, or the next unused from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,75 @@
+"""The exported folder: what it holds, that it gives the same model back, and what `transformers` makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.data.tokenizer import tokenizer_for
+from tamis.generate.export import _byte_letters, _merges, export_command
+from tamis.generate.load import load_model
+from tests.generate.test_load import save
+from tests.generate.test_sample import PROMPT, small_model
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    return export_command(save(tmp_path / "run", small_model()), tmp_path / "folder")
+
+
+def test_the_folder_gives_the_same_model_back(exported: Path) -> None:
+    loaded, tokens = load_model(exported, device="cpu"), torch.tensor([PROMPT])
+    assert loaded.step == 7
+    assert torch.equal(loaded.model(tokens)[0], small_model()(tokens)[0])
+
+
+def test_the_folder_holds_no_path_of_the_run(exported: Path) -> None:
+    described = json.loads((exported / "config.json").read_text())
+    assert set(described["tamis"]["train"]) == {"seq_len"}
+    assert "out_dir" not in (exported / "config.json").read_text()
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="already holds something"):
+        export_command(tmp_path / "run", exported)
+    assert load_model(exported, device="cpu").step == 7
+
+
+def test_a_folder_that_export_did_not_write_is_refused(exported: Path) -> None:
+    (exported / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a folder that `tamis export` wrote"):
+        load_model(exported, device="cpu")
+
+
+def test_every_byte_has_its_own_printable_letter() -> None:
+    letters = _byte_letters()
+    assert len(set(letters)) == 256
+    assert letters[ord("A")] == "A"
+    assert letters[ord(" ")] == "Ġ"
+
+
+def test_the_merges_rebuild_gpt2_s_own_segmentation() -> None:
+    """Byte pairs merged by the exported list, lowest first, give the tokenizer's ids."""
+    tokenizer = tokenizer_for("gpt2")
+    tokens = [tokenizer.to_bytes([i]) for i in range(2000)]  # the first of the list hold for themselves
+    order = {pair: rank for rank, pair in enumerate(_merges(tokens))}
+    parts = [bytes([b]) for b in b" the"]
+    while any(pair in order for pair in itertools.pairwise(parts)):
+        i = min(range(len(parts) - 1), key=lambda i: order.get((parts[i], parts[i + 1]), 10**9))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    assert [tokens.index(part) for part in parts] == tokenizer.encode(" the").tolist()
+
+
+def test_transformers_loads_it_with_equal_logits_and_generates(exported: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not a dependency")
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    tokens = torch.tensor([PROMPT])
+    ours = small_model()
+    torch.testing.assert_close(model(tokens).logits, ours.logits(ours(tokens)[0]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    assert tokenizer("né €")["input_ids"] == list("né €".encode())
+    assert model.generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, len(PROMPT) + 5)
