@@ -46,7 +46,7 @@ def attention_agrees(config: Config, device: torch.device) -> list[Result]:
     """The kernels against the reference; nothing to compare where the reference itself computes."""
     dtype = COMPUTE_DTYPE[config.runtime.precision]
     model, nsa = config.model, config.nsa
-    if model.attention == "dense" or why_no_kernels(device, dtype, model.d_k):
+    if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
         return []
     spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
     checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
