@@ -52,9 +52,14 @@ def prepared(config: Config, config_path: str | None, processes: int | None, res
     gpus = read_gpus()
     plan: LaunchPlan = launch_plan(gpus, config_path=config_path or "built-in defaults")
     os.environ.update(plan.environment)
-    for line in [*plan.reasons, *(f"{name}={value}: set for this machine" for name, value in plan.environment.items())]:
+    processes = processes or plan.processes
+    for line in [
+        *plan.reasons,
+        f"processes: {processes}",
+        *(f"{name}={value}: set for this machine" for name, value in plan.environment.items()),
+    ]:
         _say(line)
-    return Launch(config, plan.config_path, processes or plan.processes, gpus, restarts, time.time())
+    return Launch(config, plan.config_path, processes, gpus, restarts, time.time())
 
 
 def launch_once(job: Launch, detach: bool = False) -> int:
@@ -76,7 +81,7 @@ def launch_once(job: Launch, detach: bool = False) -> int:
 def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
     out = RunDirectory(job.config.train.out_dir).create()
-    if check(job.config, gpus=job.gpus):
+    if not _is_ready(job):
         _say("not launched: the preflight failed; each failed line above says what to do")
         return ExitCode.CRASH
 
@@ -102,6 +107,15 @@ def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: b
         judge(out.path)
         handoff(out.path)
     return code
+
+
+def _is_ready(job: Launch) -> bool:
+    """The whole preflight; what fails within a second is told within a second."""
+    lines: list[str] = []
+    if check(job.config, gpus=job.gpus, quick=True, emit=lines.append):
+        print("\n".join(lines), flush=True)
+        return False
+    return check(job.config, gpus=job.gpus) == 0
 
 
 def launch_in_background(out_dir: str, arguments: list[str]) -> int:

@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def train_config(config: Config, resume: str | None = None) -> int:
     """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
     started = time.time()
+    _require_gpu_for_production(config)
     with join(config) as workers:
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
             return ended
@@ -72,6 +73,15 @@ def train_config(config: Config, resume: str | None = None) -> int:
             return _failed(session, ExitCode.CRASH, out_of_memory_advice(config, workers.device))
         finally:
             session.leave()
+
+
+def _require_gpu_for_production(config: Config) -> None:
+    """A production run that would quietly use the processor is a mistake, and takes weeks to notice."""
+    if config.runtime.production and config.runtime.device == "auto" and not torch.cuda.is_available():
+        raise ConfigError(
+            "runtime.production is true and no usable GPU was found: check nvidia-smi and the driver, or set "
+            "runtime.device=cpu if the processor is meant"
+        )
 
 
 def _end_before_restart(run: RunDirectory, workers: Workers) -> int | None:
