@@ -1,0 +1,89 @@
+"""What a run writes about its steps: rows and beats mean what their names say, and TensorBoard cannot end a run."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.config import load_config
+from tamis.run.directory import RunDirectory
+from tamis.run.heartbeat import read_heartbeats
+from tamis.train.distributed import Workers
+from tamis.train.peak import Utilisation, peak_tflops
+from tamis.train.progress import Progress
+from tamis.train.telemetry import StepNote, StepReport, Telemetry
+
+CPU = torch.device("cpu")
+GATES = [[0.2, 0.3, 0.5, 1.0, 0.0], [0.1, 0.1, 0.8, 0.6, 0.25]]
+
+
+def telemetry(folder: Path, *overrides: str) -> Telemetry:
+    config = load_config(None, ["train.steps=20", "train.log_every=5", *overrides])
+    run = RunDirectory(folder).create()
+    opened = Telemetry(config, run, Workers(0, 1, CPU), Progress(speaks=False))
+    opened.resume_at(0)
+    return opened
+
+
+def report(step: int) -> StepReport:
+    return StepReport(StepNote(step, 1e-4, 0.01), loss=3.0 + step, grad_norm=0.5, gates=GATES)
+
+
+def test_one_row_per_logged_step_and_one_beat_per_step(tmp_path: Path) -> None:
+    opened = telemetry(tmp_path)
+    for step in range(1, 12):
+        opened.finished(report(step))
+    rows = list(csv.DictReader((tmp_path / "training.csv").open()))
+    assert [int(row["step"]) for row in rows] == [1, 5, 10]
+    assert float(rows[1]["loss"]) == 8.0 and float(rows[1]["lr"]) == 1e-4 and float(rows[1]["toks_per_s"]) > 0
+    beats = [beat for beat in read_heartbeats(tmp_path / "heartbeat_rank0.jsonl") if beat.phase == "step_end"]
+    assert [beat.step for beat in beats] == list(range(1, 12))
+
+
+def test_a_beat_carries_the_gates_of_every_layer(tmp_path: Path) -> None:
+    opened = telemetry(tmp_path)
+    opened.finished(report(1))
+    beat = read_heartbeats(tmp_path / "heartbeat_rank0.jsonl")[-1]
+    assert beat.gate_shares == [[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]
+    assert (beat.gate_entropy_mean, beat.gate_entropy_min, beat.gate_collapse_fraction) == (0.8, 0.6, 0.125)
+    assert beat.gpu_mem_alloc_gib is None and beat.mfu is None  # a CPU has neither, and none is made up
+
+
+def test_time_spent_saving_is_not_counted_as_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("tamis.train.telemetry.time.monotonic", lambda: clock[0])
+    opened = telemetry(tmp_path, "train.log_every=2")
+    for step in (1, 2, 3, 4):
+        clock[0] += 1.0
+        opened.finished(report(step))
+        if step == 3:
+            clock[0] += 500.0  # a slow checkpoint
+            opened.pause()
+    rates = [float(row["toks_per_s"]) for row in csv.DictReader((tmp_path / "training.csv").open())]
+    assert rates == [2048.0, 2048.0, 2048.0]
+
+
+def test_csv_logs_can_be_turned_off(tmp_path: Path) -> None:
+    telemetry(tmp_path, "train.csv=false").finished(report(5))
+    assert not (tmp_path / "training.csv").exists()
+
+
+def test_an_unwritable_tensorboard_directory_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("a file where the directory should be")
+    opened = telemetry(tmp_path)
+    opened.finished(report(5))
+    assert opened.board is None
+    assert (tmp_path / "training.csv").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA H200", 989.0), ("NVIDIA L40S", 362.0), ("Foo 9", None)],
+)
+def test_an_unknown_gpu_gets_no_peak_never_a_wrong_one(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_a_cpu_has_no_mfu() -> None:
+    assert Utilisation(load_config(None), CPU).at(1e6) is None
