@@ -76,8 +76,11 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def print_findings(title: str, findings: Sequence[Finding], console: Console | None = None) -> None:
-    """A numbered table with the evidence per line, then the verdict."""
+    """A numbered table with the evidence per line, then the verdict; plain lines where there is no terminal."""
     console = console or Console()
+    if not console.is_terminal:
+        console.print(findings_text(title, findings), end="", markup=False, highlight=False, soft_wrap=True)
+        return
     table = Table(title=title, title_justify="left", show_lines=False, pad_edge=False)
     for heading, options in (("#", {"justify": "right"}), ("criterion", {}), ("result", {}), ("evidence", {})):
         table.add_column(heading, overflow="fold", **options)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tamis.config import Config
 from tamis.run.findings import Criterion, Finding, failed, is_go, judged, not_measured, verdict, write_findings
@@ -119,7 +120,7 @@ def _child(command: list[str], name: str) -> subprocess.CompletedProcess[str] | 
         return f"no answer within {limit} s from {' '.join(command[1:4])}"
 
 
-def _results(stdout: str) -> list[dict[str, object]]:
+def _results(stdout: str) -> list[dict[str, Any]]:
     """The list of results in the JSON document; lines that libraries print before it do not matter."""
     document = json.loads(stdout[min(i for i in (stdout.find("{"), stdout.find("[")) if i >= 0) :])
     results = document["checks"] if isinstance(document, dict) else document
@@ -128,8 +129,8 @@ def _results(stdout: str) -> list[dict[str, object]]:
     return list(results)
 
 
-def _selfcheck_finding(result: dict[str, object]) -> Finding:
-    evidence = f"measured {result['measured']}, limit {result['limit']}"
+def _selfcheck_finding(result: dict[str, Any]) -> Finding:
+    evidence = f"measured {float(result['measured']):.4g}, limit {float(result['limit']):.4g}"
     evidence += f" ({result['detail']})" if result.get("detail") else ""
     status, remedy = ("pass", "") if result["passed"] is True else ("fail", SELFCHECK_REMEDY)
     return Finding(status, evidence, name=str(result["name"]), remedy=remedy)  # type: ignore[arg-type]
