@@ -14,6 +14,7 @@ import pytest
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader, order, validation_batches
+from tamis.data.hub import open_hub
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of
 from tests.data.fake_hub import COMMIT, FakeHub
@@ -125,6 +126,38 @@ def test_a_damaged_file_is_an_error_that_names_it(repository, tmp_path):
         file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"train-0000\d-of-00004\.parquet:1 cannot be read"):
         first_batches(hub_config(folder), 200)
+
+
+def test_a_read_that_breaks_off_goes_on_at_the_record_that_was_to_come(repository, monkeypatch):
+    source = open_hub(hub_config(repository).data)
+    expected, records, calls = list(source.read(0)), source._records, []
+
+    def flaky(file: int, start: int):
+        calls.append(start)
+        for count, record in enumerate(records(file, start)):
+            if count == 7 and len(calls) < 6:
+                raise ConnectionError("cut off")
+            yield record
+
+    monkeypatch.setattr(source, "_pauses_s", (0.0, 0.0))
+    monkeypatch.setattr(source, "_records", flaky)
+    assert list(source.read(0)) == expected
+    assert calls == [0, 7, 14, 21, 28, 35]
+
+
+def test_a_network_that_never_comes_back_is_an_error_after_the_pauses(repository, monkeypatch):
+    source, pauses = open_hub(hub_config(repository).data), []
+
+    def dead(file: int, start: int):
+        raise ConnectionError("no route to host")
+        yield
+
+    monkeypatch.setattr(source, "_pauses_s", (1.0, 2.0, 4.0))
+    monkeypatch.setattr(source, "_records", dead)
+    monkeypatch.setattr("tamis.data.hub.time.sleep", pauses.append)
+    with pytest.raises(DataError, match=r"no route to host.*check the network.*HF_DATASETS_CACHE"):
+        list(source.read(0))
+    assert pauses == [1.0, 2.0, 4.0]
 
 
 READER = """

@@ -157,6 +157,13 @@ def test_synthetic_tokens_are_uniform_over_the_vocabulary():
     assert 150 < chi_squared < 380  # 256 degrees of freedom: mean 256, standard deviation 23
 
 
+def test_synthetic_validation_is_not_what_was_trained_on():
+    config = config_of(data_dataset="synthetic")
+    loader = open_loader(config)
+    trained = {row.tobytes() for _ in range(100) for row in loader.next().tokens[0]}
+    assert not any(row.tobytes() in trained for batch in validation_batches(config) for row in batch)
+
+
 def test_counting_cannot_beat_ln_v_on_synthetic_tokens():
     config = config_of(data_dataset="synthetic", train_seq_len=999, train_batch_size=100)
     counts = np.bincount(open_loader(config).next().tokens.ravel(), minlength=257) + 1

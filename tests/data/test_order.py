@@ -127,8 +127,7 @@ def test_one_pass_of_shards_holds_every_token_as_a_target_once(seed, count, seq_
     with TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", documents(count, seed, longest=300), files=2)
         config = config_for("shards", Path(folder) / "corpus", 8, train_seed=seed, train_seq_len=seq_len)
-        config = config.model_copy(update={"data": config.data.model_copy(update={"epochs": 1})})
-        rows = rows_until_the_end(config)
+        rows = rows_until_the_end(with_epochs(config, 1))
         files = sorted((Path(folder) / "shards").glob("train-*.bin"))
         assert len(files) > 1
         tokens = np.concatenate([np.fromfile(file, "<u2") for file in files])
@@ -136,16 +135,33 @@ def test_one_pass_of_shards_holds_every_token_as_a_target_once(seed, count, seq_
         assert sorted(row.tolist() for row in rows) == sorted(stretch.tolist() for stretch in stretches)
 
 
-@pytest.mark.parametrize("kind", ["fineweb_edu_local", "shards"])
-def test_another_pass_or_another_seed_is_another_order_of_the_same_documents(corpus, kind):
-    def first_rows(seed: int, skip: int = 0) -> list[list[int]]:
-        config = config_for(kind, corpus, 8, train_seed=seed, train_seq_len=8)
-        loader = open_loader(config)
-        return [loader.next().tokens.ravel().tolist() for _ in range(skip + 40)][skip:]
+def test_each_pass_over_a_stream_has_its_own_order_of_files_and_of_documents(corpus):
+    def order_of(config: Config) -> list[list[str]]:
+        passes: list[list[str]] = [[], [], []]
+        for window in document_order(config, LocalFiles(config.data.local_path)).windows(order.Cursor(), epochs=3):
+            passes[window.start.epoch] += [document.text for document in window.documents]
+        return passes
 
-    assert first_rows(1) == first_rows(1)
-    assert first_rows(1) != first_rows(2)
-    assert first_rows(1) != first_rows(1, skip=600)
+    config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus))
+    one_file = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus / "part-0.jsonl"))
+    other_seed = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus), train_seed=2)
+    for of in (config, one_file):
+        passes = order_of(of)
+        assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+        assert len({tuple(texts) for texts in passes}) == 3
+    assert order_of(config) == order_of(config)
+    assert order_of(config)[0] != order_of(other_seed)[0]
+
+
+def test_each_pass_over_shards_has_its_own_order_of_samples(corpus):
+    config = config_for("shards", corpus, 8, train_seq_len=8)
+    per_pass = len(rows_until_the_end(with_epochs(config, 1)))
+    rows = [tuple(row.tolist()) for row in rows_until_the_end(with_epochs(config, 2))]
+    first, second = rows[:per_pass], rows[per_pass:]
+    assert sorted(first) == sorted(second)
+    assert first != second
+    other_seed = rows_until_the_end(with_epochs(config_for("shards", corpus, 8, train_seq_len=8, train_seed=2), 1))
+    assert [tuple(row.tolist()) for row in other_seed] != first
 
 
 def test_lanes_that_the_processes_cannot_share_are_refused(corpus):
@@ -187,6 +203,10 @@ def test_a_shuffle_is_a_permutation(count, seed):
 def test_the_shuffle_never_changes():
     # A run resumed by a later version must find the same order: these numbers are part of the format.
     assert shuffled(10, 1337, 0).tolist() == [3, 1, 6, 2, 4, 8, 0, 9, 7, 5]
+
+
+def with_epochs(config: Config, epochs: int) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"epochs": epochs})})
 
 
 def rows_until_the_end(config: Config) -> list[np.ndarray]:
