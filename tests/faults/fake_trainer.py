@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -68,6 +69,7 @@ class FakeTrainer:
         self.csv = CsvLog(self.run.training_csv, TRAINING_HEADER)
         self.weights, self.step = hashlib.sha256(b"seed").hexdigest(), 0
         self.chatter = int(os.environ.get("FAKE_CHATTER", "0"))  # bytes printed per step
+        self.variation = random.Random(1) if "FAKE_VARIATION" in os.environ else None  # step times vary tenfold
         self.step_s = float(os.environ.get("FAKE_STEP_S", "0.02"))
 
     def main(self, resume: str | None) -> int:
@@ -100,8 +102,9 @@ class FakeTrainer:
         fetch_s = self.fault.seconds if self.fault.is_mine and self.fault.kind == "slow_data" else 0.0
         time.sleep(fetch_s)
         self.heartbeat.beat("progress", number, dt_fetch_s=fetch_s)
+        self.jump_clock(number)
         self.strike_in_compute(number)
-        time.sleep(self.step_s)
+        time.sleep(self.step_s * self.variation.uniform(1, 10) if self.variation else self.step_s)
         self.wait_for_the_others(number)
         self.weights = hashlib.sha256(f"{self.weights} {number}".encode()).hexdigest()
         self.step = number
@@ -133,6 +136,11 @@ class FakeTrainer:
             for _ in range(2):  # the second never returns; a PyDLL call keeps the GIL, and no signal ends it
                 ctypes.PyDLL(None).pthread_spin_lock(ctypes.byref(spin))
         self.pause_if("hang_in_compute", number)
+
+    def jump_clock(self, number: int) -> None:
+        if self.fault.strikes("clock_jump", number):
+            real = time.time
+            time.time = lambda: real() + self.fault.seconds
 
     def pause_if(self, kind: str, number: int) -> None:
         if self.fault.strikes(kind, number):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,18 +20,39 @@ from typing import Any
 
 from tamis.config import Config, build_config
 from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.heartbeat import Heartbeat, HeartbeatFollower
+from tamis.run.records import write_text_atomic
+from tests.faults.launched import as_operators_do
 
 PATIENCE_S = 90.0
 
 
+def corpus() -> str:
+    """Sixty short documents, written once: opening the embedded sample would take longer than training on it."""
+    path = Path(tempfile.gettempdir()) / "tamis_fault_corpus.jsonl"
+    dice = random.Random(1)
+    words = ["sieve", "flour", "grain", "mesh", "fine", "coarse", "falls", "through", "stays", "behind"]
+    texts = [" ".join(dice.choices(words, k=dice.randrange(20, 200))) for _ in range(60)]
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if not path.exists() or path.read_text() != content:
+        write_text_atomic(path, content)
+    return str(path)
+
+
 def tiny_real_config(out: Path, **train: Any) -> Config:
-    """Two layers on the embedded sample: about ten milliseconds a step."""
+    """Two layers: about ten milliseconds a step."""
     return build_config(
         {
             "model": {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_ff": 64},
             "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 32},
-            "data": {"dataset": "sample", "tokenizer": "byte", "prefetch_batches": 2},
+            "data": {
+                "dataset": "fineweb_edu_local",
+                "local_path": corpus(),
+                "tokenizer": "byte",
+                "prefetch_batches": 2,
+                "val_fraction": 0.1,
+                "epochs": None,
+            },
             "runtime": {"device": "cpu", "precision": "fp32", "compile": False},
             "train": {
                 "steps": 16,
@@ -48,25 +71,23 @@ def tiny_real_config(out: Path, **train: Any) -> Config:
     )
 
 
-def as_operators_do() -> dict[str, str]:
-    """The environment without what the suite sets for kernels: no operator trains in Triton's interpreter."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
 class RealTrainer:
     """One process of the real trainer."""
 
     def __init__(self, server: TrainerServer, pid: int, run: RunDirectory) -> None:
         self.server, self.pid, self.run = server, pid, run
+        self._follower = HeartbeatFollower(run.heartbeat(0))
+        self._beats: list[Heartbeat] = []
 
     def beats(self) -> list[Heartbeat]:
-        return [beat for beat in read_heartbeats(self.run.heartbeat(0)) if beat.pid == self.pid]
+        self._beats += [beat for beat in self._follower.poll() if beat.pid == self.pid]
+        return self._beats
 
     def until(self, condition: Callable[[list[Heartbeat]], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition(self.beats()) and self.pid not in self.server.ended():
             assert time.monotonic() < deadline, f"waited in vain: {self.output()}"
-            time.sleep(0.001)
+            time.sleep(0.002)
 
     def until_phase(self, phase: str, step: int) -> None:
         self.until(lambda beats: any(beat.phase == phase and beat.step >= step for beat in beats))

@@ -135,6 +135,31 @@ def test_a_slow_rank_is_named_and_not_killed(launching) -> None:
     assert "rank 1 waits for data" in launched.told()
 
 
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+def test_a_clock_that_jumps_an_hour_disturbs_nobody(launching, seconds: float) -> None:
+    launched = launching(fault={"kind": "clock_jump", "step": 13, "seconds": seconds})
+    assert launched.wait() == 0, launched.told()
+    assert launched.events() == ["start", "end"]
+    first, *_, last = launched.beats()
+    assert abs(last.ts - first.ts) > 3000
+
+
+def test_a_half_written_heartbeat_disturbs_nobody(launching) -> None:
+    launched = launching(FAKE_STEP_S="0.03")
+    launched.until_step(7)
+    with open(launched.run.heartbeat(0), "a") as file:
+        file.write('{"ts":17947254')
+    assert launched.wait() == 0, launched.told()
+    assert launched.events() == ["start", "end"]
+
+
+def test_a_soak_with_step_times_varying_tenfold_raises_no_alarm(launching) -> None:
+    """Short, with real processes and a stall limit fifty times stricter; the hours are in the simulated soak."""
+    launched = launching(ranks=2, steps=120, FAKE_STEP_S="0.01", FAKE_VARIATION="1")
+    assert launched.wait() == 0, launched.told()
+    assert launched.events() == ["start", "end"]
+
+
 def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_the_run(launching) -> None:
     first = launching(ranks=2, steps=60, FAKE_STEP_S="0.05")
     first.until_step(7)

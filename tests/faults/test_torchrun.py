@@ -1,0 +1,72 @@
+"""The real trainer under torchrun and the supervisor: stacks on request, a killed rank, a stop of everything."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.forking_trainer import tiny_real_config
+from tests.faults.launched import Launched
+from tests.faults.test_real_trainer import assert_same_end
+
+STEPS = 40
+
+
+class LaunchedForReal(Launched):
+    def found_by_operators(self) -> list[psutil.Process]:
+        """What `pgrep -f scripts/train_showcase.py` gives among the supervisor's descendants."""
+        everything = psutil.Process(self.process.pid).children(recursive=True)
+        return [process for process in everything if "scripts/train_showcase.py" in " ".join(process.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    started: list[Launched] = []
+
+    def start(out: Path) -> LaunchedForReal:
+        config = tiny_real_config(out, steps=STEPS, save_every=10, eval_every=0, batch_size=8)
+        started.append(LaunchedForReal(config, ranks=2, TRAINER="real"))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.end()
+
+
+@pytest.fixture(scope="module")
+def asked_for_stacks(two_ranks, tmp_path_factory) -> LaunchedForReal:
+    """A whole run in which everything an operator finds gets USR1 once."""
+    launched = two_ranks(tmp_path_factory.mktemp("unbroken"))
+    launched.until_step(5)
+    for process in launched.found_by_operators():
+        process.send_signal(signal.SIGUSR1)
+    assert launched.wait(200) == 0, launched.told()
+    return launched
+
+
+def test_usr1_gives_the_stacks_of_every_rank_and_training_goes_on(asked_for_stacks) -> None:
+    ranks = {path.name.split("_")[1] for path in asked_for_stacks.run.stackdumps()}
+    assert ranks == {"rank0", "rank1"}
+    assert asked_for_stacks.events() == ["start", "end"]
+
+
+def test_a_killed_rank_is_restarted_and_the_weights_end_identical(two_ranks, asked_for_stacks, tmp_path) -> None:
+    launched = two_ranks(tmp_path)
+    launched.until_step(13)
+    os.kill(launched.worker_pid(rank=1), signal.SIGKILL)
+    assert launched.wait(200) == 0, launched.told()
+    assert "restart" in launched.events()
+    assert_same_end(launched.run, asked_for_stacks.run)
+
+
+def test_pkill_of_everything_saves_and_ends_with_four(two_ranks, tmp_path) -> None:
+    launched = two_ranks(tmp_path)
+    launched.until_step(5)
+    for process in launched.found_by_operators():
+        process.send_signal(signal.SIGTERM)
+    assert launched.wait(200) == 4, launched.told()
+    assert launched.run.checkpoints()[-1] == launched.beats()[-1].step
+    assert {launched.beats(rank)[-1].phase for rank in (0, 1)} == {"halted"}
