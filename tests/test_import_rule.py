@@ -31,6 +31,7 @@ RUN_AS_TRAIN_SEES_IT = {
     "halt",
     "hardware",
     "heartbeat",
+    "live",
     "lock",
     "records",
     "signals",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tamis.run.live import LIVE_VARIABLE, LogFilter
 from tamis.run.lock import ProcessId
 from tamis.run.sidecar import SUPERVISOR_VARIABLE
 
@@ -58,6 +59,7 @@ class Workers:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
+            LIVE_VARIABLE: "1" if os.isatty(1) else "0",
         }
         self.process = subprocess.Popen(
             command,
@@ -97,9 +99,9 @@ class Workers:
 
     def _stream(self, log: Path, screen: Screen) -> None:
         assert self.process.stdout is not None
-        source = self.process.stdout.fileno()
+        source, log_filter = self.process.stdout.fileno(), LogFilter()
         with open(log, "ab", buffering=0) as file:
             while data := os.read(source, 1 << 16):
                 screen.write(data)
                 with contextlib.suppress(OSError):  # a full disk costs the log, not the run
-                    file.write(data)
+                    file.write(log_filter.feed(data))

@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from tamis.run.live import LIVE_VARIABLE, REWRITE
+
 Z_WINDOW = 128  # logged steps a loss is compared with
-REWRITE = "\r\x1b[K"  # back to the start of the line, and clear it
-LIVE_VARIABLE = "TAMIS_LIVE"  # set by a supervisor whose own screen is a terminal
 RATE_WINDOW = 50  # steps whose median time gives the ETA
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tamis.train.progress import LIVE_VARIABLE, REWRITE, Pace, Progress, ZScore, duration
+from tamis.run.live import LIVE_VARIABLE, REWRITE
+from tamis.train.progress import Pace, Progress, ZScore, duration
 
 
 def test_in_a_log_only_logged_steps_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:
