@@ -103,41 +103,6 @@ def _unite_choices(
 
 
 @triton.jit
-def _attend_block(
-    acc, total, top, q_tile, k, v, k_s, v_s, block, sub, chosen, token, tokens, scale,
-    L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """One step of the running softmax. Rows that did not choose the block sit it out; CAUSAL looks at the order of tokens."""
-    in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    key64 = key.to(tl.int64)
-    key_live = in_block < L_SEL
-    if CAUSAL:
-        key_live = key_live & (key < tokens)
-    if CAUSAL or L_SEL % BN != 0:
-        k_tile = load_rows(k, key64 * k_s, key_live, D, BD)
-        v_tile = load_rows(v, key64 * v_s, key_live, D, BD)
-    else:
-        k_tile = load_rows(k, key64 * k_s, tl.full((BN,), True, tl.int1), D, BD)
-        v_tile = load_rows(v, key64 * v_s, tl.full((BN,), True, tl.int1), D, BD)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    if CAUSAL:
-        s = tl.where(key_live[None, :] & (key[None, :] <= token[:, None]), s, -float("inf"))
-    elif L_SEL % BN != 0:
-        s = tl.where(key_live[None, :], s, -float("inf"))
-    block_top = tl.max(s, 1) * scale
-    if CAUSAL:
-        chosen = chosen & (block_top > -float("inf"))
-    new_top = tl.where(chosen, tl.maximum(top, block_top), top)
-    p = tl.exp2(s * scale - tl.where(chosen, new_top, float("inf"))[:, None])  # exp2(−inf) = 0 lets the block pass
-    decay = tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))
-    total = total * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
-    return acc, total, new_top
-
-
-@triton.jit
 def _forward_tiles(
     q, k, v, choices, union, first, out, lse, tokens, blocks, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
@@ -160,33 +125,40 @@ def _forward_tiles(
     union += (sequence_group * tiles + tile) * (blocks + 1)
     first += (sequence_group * tiles + tile) * (W + 2)
     choices += (sequence_group * tokens + token64) * W
-    used = tl.load(first + W)
-    whole = tl.load(first + W + 1)
+    whole = tl.load(first + W + 1)  # the blocks behind these hold keys that some row must not see
 
+    column = tl.arange(0, BN)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BD), tl.float32)
     for word in range(W):
         row_choices = tl.load(choices + word, mask=live, other=0)
         begin = tl.load(first + word)
-        end = tl.minimum(tl.load(first + word + 1), whole)
-        block = tl.load(union + begin)
+        end = tl.load(first + word + 1)
+        next_block = tl.load(union + begin)
         for step in range(begin * SUB, end * SUB):
-            next_block = tl.load(union + (step + 1) // SUB)
-            chosen = ((row_choices >> (block % WORD).to(tl.int64)) & 1) == 1
-            acc, total, top = _attend_block(
-                acc, total, top, q_tile, k, v, k_s, v_s, block, step % SUB, chosen, token, tokens, scale,
-                L_SEL, BN, D, BD, PRECISION, False,
-            )  # fmt: skip
             block = next_block
-    for step in range(whole * SUB, used * SUB):
-        block = tl.load(union + step // SUB)
-        row_choices = tl.load(choices + block // WORD, mask=live, other=0)
-        chosen = ((row_choices >> (block % WORD).to(tl.int64)) & 1) == 1
-        acc, total, top = _attend_block(
-            acc, total, top, q_tile, k, v, k_s, v_s, block, step % SUB, chosen, token, tokens, scale,
-            L_SEL, BN, D, BD, PRECISION, True,
-        )  # fmt: skip
+            next_block = tl.load(union + (step + 1) // SUB)
+            in_block = (step % SUB) * BN + column
+            key = block * L_SEL + in_block
+            key_live = key < tokens
+            if L_SEL % BN != 0:
+                key_live = key_live & (in_block < L_SEL)
+            k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
+            v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            if (step >= whole * SUB) | (L_SEL % BN != 0):
+                s = tl.where(key_live[None, :] & (key[None, :] <= token[:, None]), s, -float("inf"))
+            block_top = tl.max(s, 1) * scale
+            chosen = ((row_choices >> (block % WORD).to(tl.int64)) & 1) == 1
+            chosen = chosen & (block_top > -float("inf"))
+            new_top = tl.where(chosen, tl.maximum(top, block_top), top)
+            # exp2(−inf) = 0: rows that did not choose the block, or see none of it, let it pass.
+            p = tl.exp2(s * scale - tl.where(chosen, new_top, float("inf"))[:, None])
+            decay = tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))
+            total = total * decay + tl.sum(p, 1)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+            top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
