@@ -17,7 +17,7 @@ from tamis.run.info import read_info, write_eta
 from tamis.run.progress import duration_text, measure_progress
 from tamis.run.usage import append_usage
 
-TICKS_PER_ETA = 12  # a new ETA each minute
+TICKS_PER_ETA = 60  # a new ETA each minute
 RECENT_BEATS = 3000
 
 
@@ -26,7 +26,7 @@ def attended(
     config: Config,
     processes: int,
     *,
-    every_s: float = 5.0,
+    every_s: float = 1.0,
     read: Callable[[], Sequence[Gpu]] = read_gpus,
 ) -> Iterator[None]:
     """Attend the run of this config in a background thread while the block runs."""

@@ -52,8 +52,8 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
             for line in lines:
                 count += 1
                 if ERRORS_IN_LOG.search(line):
-                    return failed(f"{path}: {line.strip()[:160]}")
-    return passed(f"none in {count} lines of {', '.join(map(str, evidence.logs))}")
+                    return failed(f"{path.parent.name}/{path.name}: {line.strip()[:160]}")
+    return passed(f"none in {count} lines of {len(evidence.logs)} log(s)")
 
 
 def ran_long_enough(evidence: Evidence) -> Finding:

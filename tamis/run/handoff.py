@@ -56,13 +56,14 @@ def handoff(
         return 1
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".handoff_") as scratch:  # a rename away from its place
         folder = Path(scratch) / output.stem
         folder.mkdir()
         missing = collect(directory, folder, os.environ if environment is None else environment, repository, say)
         pack(folder, output)
     problems = verify_bundle(output)
-    write_text_atomic(output.with_suffix(".tar.sha256"), f"{sha256_of(output)}  {output.name}\n")
+    write_text_atomic(output.with_name(output.name + ".sha256"), f"{sha256_of(output)}  {output.name}\n")
     state = "damaged" if problems else "incomplete" if missing else "complete and verified"
     say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {state}")
     for line in [*missing, *problems]:

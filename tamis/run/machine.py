@@ -76,7 +76,8 @@ def gpus_are_there_and_free(subject: Subject) -> Finding:
     if not subject.wants_gpu:
         return not_measured("no GPU: the run uses the CPU")
     if not subject.gpus:
-        return failed(f"no GPU found, but runtime.device is {subject.config.runtime.device}", "set runtime.device: cpu")
+        wish = "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
+        return failed(f"no GPU found, but {wish}", "use a machine with a GPU, or set runtime.device: cpu")
     listing = ", ".join(f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free" for gpu in subject.gpus)
     return judged(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
 

@@ -12,7 +12,7 @@ from tamis.run.directory import RunDirectory
 from tamis.run.hardware import Gpu
 
 HEADER = "ts,gpu,used_mib,total_mib,utilisation_percent"
-MAX_BYTES = 32 << 20  # two days of 8 GPUs at one sample in five seconds; then the older half makes room
+MAX_BYTES = 32 << 20  # a day and a half of 8 GPUs at one sample a second; then the older half makes room
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tamis import job
+from tamis.config import load_config
 from tamis.run.hardware import (
     MIB,
     Gpu,
@@ -17,6 +19,7 @@ from tamis.run.hardware import (
     nccl_environment,
     read_gpus,
 )
+from tamis.run.info import read_info
 
 CARD_MIB = {
     "24": 24_564,
@@ -193,3 +196,47 @@ def test_nccl_settings_of_the_user_are_never_overridden():
 
 def test_free_disk_is_asked_of_the_nearest_folder_that_exists(tmp_path):
     assert free_disk_mib(tmp_path / "not" / "yet" / "there") == pytest.approx(free_disk_mib(tmp_path), abs=200)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "smokes"),
+    [
+        ([], "train_showcase", False),
+        (["24"], "m7c_125m_24g", True),
+        (["80"] * 2, "m7c_125m_80g", True),
+        (["141", "40"], "m7c_125m_40g", True),
+        (["141"] * 8, "m7c_125m_80g", True),
+    ],
+)
+def test_the_main_job_launches_what_the_hardware_decides(monkeypatch, tmp_path, sizes, config, smokes):
+    launched = []
+
+    def launch(config, *, processes, log, **options):
+        launched.append((config, processes, log.name))
+        return 0
+
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(job.os, "environ", {})
+    monkeypatch.setattr(job, "read_gpus", lambda: machine(*sizes))
+    monkeypatch.setattr(job, "launch", launch)
+    monkeypatch.setattr(job, "RUNS", tmp_path / "train_runs")
+    monkeypatch.setattr(job, "_hand_over", lambda *arguments: 0)
+    assert job.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 0
+    expected = load_config(f"configs/{config}.yaml", [f"train.out_dir={tmp_path / 'out'}"])
+    assert launched[-1] == (expected, max(1, len(sizes)), "train.log")
+    assert [log for _, _, log in launched[:-1]] == (["smoke.log"] if smokes else [])
+    assert {processes for _, processes, _ in launched} == {max(1, len(sizes))}
+    info = read_info(tmp_path / "out" / "run.info")
+    assert (info["config"], info["gpu_count"]) == (f"configs/{config}.yaml", len(sizes))
+
+
+def test_a_failed_smoke_test_stops_the_main_job(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(job.os, "environ", {})
+    monkeypatch.setattr(job, "read_gpus", lambda: machine("80"))
+    monkeypatch.setattr(
+        job, "launch", lambda config, *, log, **options: 5 if log.name == "smoke.log" else pytest.fail()
+    )
+    monkeypatch.setattr(job, "RUNS", tmp_path / "train_runs")
+    assert job.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 5
+    assert "smoke.log" in capsys.readouterr().out
