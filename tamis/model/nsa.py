@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tamis.attention import NSASpec, nsa_attention
 from tamis.attention.decode import decode_attention, tile_attention
@@ -12,6 +13,7 @@ from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
 from tamis.model.layers import Rotary
 
+ALIGNED_ROW = 8  # numbers of two bytes in 16 bytes
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
 
@@ -90,7 +92,10 @@ class NSALayer(nn.Module):
         return list(heads.split([self.heads] + [self.groups] * 6, dim=2))
 
     def gates(self, x_BSE: Tensor) -> Tensor:
-        logits = self.gate(x_BSE).unflatten(-1, (self.heads, 3))
+        # Rows of 3·heads numbers are seldom 16 bytes aligned, and tensor cores are slow on others: padded, then cut.
+        padding = -self.gate.out_features % ALIGNED_ROW
+        weight, bias = F.pad(self.gate.weight, (0, 0, 0, padding)), F.pad(self.gate.bias, (0, padding))
+        logits = F.linear(x_BSE, weight, bias)[..., : self.gate.out_features].unflatten(-1, (self.heads, 3))
         return torch.sigmoid(logits.float()).to(logits.dtype)
 
     def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
