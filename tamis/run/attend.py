@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tamis.config import Config
 from tamis.run.directory import RunDirectory
 from tamis.run.findings import utc
-from tamis.run.hardware import Gpu, read_gpus
+from tamis.run.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.info import read_info, write_eta
 from tamis.run.progress import duration_text, measure_progress
@@ -36,7 +36,8 @@ def attended(
     def attend() -> None:
         ticks = 0
         while not stop.wait(every_s):
-            append_usage(directory, read())
+            with suppress(GpuLost):  # the workers will tell, in their own way
+                append_usage(directory, read())
             ticks += 1
             if ticks % TICKS_PER_ETA == 0:
                 refresh_eta(directory, config, processes)

@@ -57,19 +57,33 @@ class LaunchPlan:
         return trainer_command(config_yaml, self.processes, None)
 
 
+class GpuLost(RuntimeError):
+    """A GPU is there but does not answer; the message says which and what to do."""
+
+
 def read_gpus(nvml: Any = None, environment: Mapping[str, str] | None = None) -> list[Gpu]:
-    """The GPUs this process may use; none when there is no driver. `nvml` stands in for the pynvml module in tests."""
+    """The GPUs this process may use; none when there is no driver. `nvml` stands in for the pynvml module in tests.
+
+    Raises GpuLost rather than going on with fewer GPUs than the machine has.
+    """
+    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     nvml = nvml or importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return []
+    gpus, lost = [], []
     try:
         driver = _text(nvml.nvmlSystemGetDriverVersion())
-        gpus = [_read_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_read_gpu(nvml, index, driver))
+            except nvml.NVMLError as error:
+                lost.append(f"GPU {index} does not answer ({error})")
     finally:
         nvml.nvmlShutdown()
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    if lost and visible is None:
+        raise GpuLost(f"{'; '.join(lost)}: reset it (nvidia-smi -r), or leave it out with CUDA_VISIBLE_DEVICES")
     return gpus if visible is None else visible_gpus(gpus, visible)
 
 

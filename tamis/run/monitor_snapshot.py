@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tamis.run.directory import RunDirectory
 from tamis.run.events import read_events
 from tamis.run.evidence import TrainingRow, ValidationRow, read_config, read_training, read_validation
 from tamis.run.findings import utc
-from tamis.run.hardware import Gpu, read_gpus
+from tamis.run.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.info import read_info
 from tamis.run.monitor_alerts import Alert, find_alerts
@@ -95,11 +95,18 @@ class Snapshot:
 def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequence[Gpu] | None = None) -> Snapshot:
     """Everything the monitor knows. `now` and `gpus` are the machine's own unless given."""
     now = time.time() if now is None else now
-    gpus = read_gpus() if gpus is None else gpus
+    alerts: list[Alert] = []
+    if gpus is None:
+        try:
+            gpus = read_gpus()
+        except GpuLost as error:
+            gpus, alerts = [], [Alert("problem", str(error))]
     directory = active_directory(RunDirectory(run_dir))
-    if not directory.path.is_dir():
-        return Snapshot(str(directory.path), utc(now), "missing", "the run directory does not exist yet", gpus=[*gpus])
-    return _read(directory, now, list(gpus))
+    if directory.path.is_dir():
+        snapshot = _read(directory, now, list(gpus))
+        return replace(snapshot, alerts=alerts + snapshot.alerts)
+    sentence = "the run directory does not exist yet"
+    return Snapshot(str(directory.path), utc(now), "missing", sentence, gpus=[*gpus], alerts=alerts)
 
 
 def active_directory(out: RunDirectory) -> RunDirectory:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def check(
             findings.append(finding)
             emit(_line(len(findings), finding))
     emit(f"preflight: {verdict(findings)}")
-    if subject.out_dir.is_dir():
+    with suppress(OSError):  # a directory that cannot be written was named above
         write_findings(subject.out_dir / "preflight", "Preflight", findings, config_hash=config.hash)
     return 0 if is_go(findings) else 1
 

@@ -13,6 +13,7 @@ from tamis.config import load_config
 from tamis.run.hardware import (
     MIB,
     Gpu,
+    GpuLost,
     choose_config,
     free_disk_mib,
     launch_plan,
@@ -35,8 +36,8 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    def __init__(self, cards, *, driver_loaded=True, nvlink=False, tells_utilisation=True):
-        self.cards, self.driver_loaded = cards, driver_loaded
+    def __init__(self, cards, *, driver_loaded=True, nvlink=False, tells_utilisation=True, lost=()):
+        self.cards, self.driver_loaded, self.lost = cards, driver_loaded, lost
         self.nvlink, self.tells_utilisation = nvlink, tells_utilisation
         self.is_open = False
 
@@ -55,6 +56,8 @@ class FakeNvml:
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index):
+        if index in self.lost:
+            raise self.NVMLError("GPU is lost")
         return index
 
     def nvmlDeviceGetName(self, handle):
@@ -96,6 +99,14 @@ def test_a_machine_without_driver_has_no_gpus():
 
 def test_a_driver_that_does_not_tell_utilisation_is_not_read_as_idle():
     assert machine("80", tells_utilisation=False)[0].utilisation_percent is None
+
+
+def test_a_lost_gpu_is_an_error_and_not_a_smaller_machine():
+    nvml = FakeNvml([("Card", 81_920)] * 3, lost=(1,))
+    with pytest.raises(GpuLost, match="GPU 1 does not answer"):
+        read_gpus(nvml, {})
+    assert not nvml.is_open
+    assert [gpu.index for gpu in read_gpus(nvml, {"CUDA_VISIBLE_DEVICES": "0,2"})] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Static
 
+from tamis.run import monitor_snapshot
 from tamis.run.curves import thinned
 from tamis.run.directory import RunDirectory
 from tamis.run.events import write_anomaly
 from tamis.run.halt import HaltFile
+from tamis.run.hardware import GpuLost
 from tamis.run.heartbeat import read_heartbeats
 from tamis.run.lock import RunLock
 from tamis.run.monitor import monitor
@@ -119,6 +121,16 @@ def test_halt_anomaly_and_unfinished_checkpoint_are_alerts_problems_first(tmp_pa
 def test_the_numbers_are_judged_by_the_watchdogs_rules(tmp_path):
     fabricate(tmp_path, entropy=0.1)
     assert any("gates have collapsed" in alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts)
+
+
+def test_a_lost_gpu_is_an_alert_and_the_monitor_goes_on(tmp_path, monkeypatch):
+    def lost():
+        raise GpuLost("GPU 1 does not answer")
+
+    monkeypatch.setattr(monitor_snapshot, "read_gpus", lost)
+    live(tmp_path)
+    assert read_snapshot(tmp_path).alerts[0].text == "GPU 1 does not answer"
+    assert read_snapshot(tmp_path / "later").alerts
 
 
 def test_it_follows_a_launch_into_its_rehearsals_and_back(tmp_path):
