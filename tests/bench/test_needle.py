@@ -1,0 +1,81 @@
+"""The needle bench in miniature: a model learns to find facts beyond its window, and needs every branch to do so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.bench.needle import Setting, ablated, accuracies, accuracy_by_depth, bench_needle, parse_lengths
+from tamis.bench.needle_task import ECHO, FILLERS, FIRST_ANSWER, FIRST_FACT, FIRST_QUESTION, VALUES, make_needles
+from tamis.model import Decoder
+
+
+def test_selection_learns_to_find_facts_and_every_branch_is_needed(tmp_path: Path, capsys) -> None:
+    document = bench_needle(Setting(lengths=(64,), steps=220), out_dir=tmp_path)
+    whole, without = document["ablations"]["nothing"], document["ablations"]
+    assert whole["facts"] > 0.8  # chance is a quarter
+    assert min(document["accuracy_by_depth"][64]) > 0.6
+    assert without["compressed"]["facts"] < whole["facts"] - 0.1
+    assert without["selected"]["facts"] < whole["facts"] - 0.1
+    assert without["scores"]["facts"] < whole["facts"] - 0.1
+    assert without["window"]["filler"] < whole["filler"] - 0.3
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["ablations"] == without
+    assert json.loads((tmp_path / "needle.json").read_text())["ablations"] == without
+
+
+def test_facts_lie_beyond_the_window_and_answers_follow_their_questions() -> None:
+    needles = make_needles(20, 70, window=9, questions=4, generator=torch.Generator().manual_seed(0))
+    for row in range(20):
+        tokens = needles.tokens[row].tolist()
+        facts = {
+            (t - FIRST_FACT) // VALUES: ((t - FIRST_FACT) % VALUES, at)
+            for at, t in enumerate(tokens)
+            if FIRST_FACT <= t < FIRST_QUESTION
+        }
+        assert len(facts) == 4
+        for question, answer in zip(needles.questions_BQ[row].tolist(), needles.answers_BQ[row].tolist(), strict=True):
+            value, at = facts[tokens[question] - FIRST_QUESTION]
+            assert tokens[question + 1] == answer == FIRST_ANSWER + value
+            assert question - at >= 9
+
+
+def test_every_predictable_token_follows_from_the_filler_s_rule() -> None:
+    needles = make_needles(20, 70, window=9, questions=4, generator=torch.Generator().manual_seed(0))
+    rows, places = needles.predictable_BL.nonzero(as_tuple=True)
+    assert len(rows) > 400
+    for row, at in zip(rows.tolist(), places.tolist(), strict=True):
+        assert needles.tokens[row, at + 1] == (needles.tokens[row, at + 1 - ECHO] + 1) % FILLERS
+
+
+def test_too_short_a_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="no room for 4 facts beyond a window of 60"):
+        make_needles(1, 70, window=60, questions=4, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("what", ["compressed", "selected", "window", "scores"])
+def test_an_ablated_model_is_itself_again_afterwards(what: str) -> None:
+    setting = Setting(lengths=(40,))
+    torch.manual_seed(0)
+    model, tokens = Decoder(setting.config()), torch.arange(40)[None]
+    before = model(tokens)[0]
+    with ablated(model, what):
+        assert not torch.equal(model(tokens)[0], before)
+    assert torch.equal(model(tokens)[0], before)
+
+
+def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
+    setting = Setting(lengths=(64,))
+    torch.manual_seed(0)
+    model = Decoder(setting.config())
+    assert accuracies(model, setting, 64, 128)["facts"] < 0.4
+    assert len(accuracy_by_depth(model, setting, 64, 128)) == 5
+
+
+def test_lengths_are_read_from_the_command_line() -> None:
+    assert parse_lengths("64,128") == (64, 128)
+    with pytest.raises(ValueError, match="'64,long'"):
+        parse_lengths("64,long")
