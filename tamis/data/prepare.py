@@ -39,11 +39,12 @@ class Progress:
     documents: int
     tokens: int
     tokens_per_s: float  # since this command began
+    tokens_per_processor_s: float  # the same by the time all threads worked: the pace of one core to itself
 
     def __str__(self) -> str:
         return (
             f"{self.files_done}/{self.files} files, {self.documents:,} documents, {self.tokens:,} tokens, "
-            f"{self.tokens_per_s:,.0f} tok/s"
+            f"{self.tokens_per_s:,.0f} tok/s ({self.tokens_per_processor_s:,.0f} per second of processor time)"
         )
 
 
@@ -223,6 +224,7 @@ class _Meter:
         self._documents = manifest.count("documents", "train") + manifest.count("documents", "val")
         self._files, self._files_done, self._report = files, manifest.next_file, report
         self._began = self._reported = time.perf_counter()
+        self._processor_began = time.process_time()
 
     def count(self, encoded: Encoded, files_done: int) -> None:
         self._files_done = files_done
@@ -233,8 +235,10 @@ class _Meter:
 
     def tell(self) -> None:
         self._reported = time.perf_counter()
-        rate = (self._tokens - self._before) / max(self._reported - self._began, 1e-9)
-        self._report(Progress(self._files_done, self._files, self._documents, self._tokens, rate))
+        new = self._tokens - self._before
+        rate = new / max(self._reported - self._began, 1e-9)
+        processor_rate = new / max(time.process_time() - self._processor_began, 1e-9)
+        self._report(Progress(self._files_done, self._files, self._documents, self._tokens, rate, processor_rate))
 
 
 def _settle(temporary: Path, final: Path) -> None:
