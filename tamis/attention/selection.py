@@ -23,7 +23,7 @@ from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_
 
 SCORE_BYTES = 128 << 20  # scores held at once
 HELD_BYTES = 100 << 10  # queries of all heads stay in shared memory up to this size, else they are read again and again
-TOP_ELEMENTS = 4096  # scores a program of the second kernel looks through at a time
+TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 MOST_KEYS = 256  # a selection block of more strides than this is left to the reference
 
 
@@ -112,7 +112,8 @@ def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr)
     slot = tl.arange(0, SLOTS)[None, :]
     found = tl.full([value.shape[0], SLOTS], UNUSED, tl.int32)
     for place in range(COUNT):
-        top, at = tl.max(value, 1, return_indices=True, return_indices_tie_break_left=True)
+        top = tl.max(value, 1)
+        at = tl.min(tl.where(value == top[:, None], column, UNUSED), 1)
         found = tl.where((slot == place) & (top >= 0.0)[:, None], at[:, None], found)
         value = tl.where(column == at[:, None], -1.0, value)
     return tl.sort(found)
@@ -137,15 +138,21 @@ def _top_kernel(
     slot = tl.arange(0, SLOTS)[None, :]
     by_score = tl.full([BM, SLOTS], UNUSED, tl.int32)
     if FREE > 0 and (tl.minimum(first + BM, t_end) - 1) // L_SEL >= N_SEL:
-        # A block among the FREE best lies in a run whose best is among the FREE best runs.
         run = tl.arange(0, RUNS_P2)[None, :]
         there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
-        run_ids = _best(tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0), FREE, SLOTS, UNUSED)
-        at = (row[:, None] * runs + run_ids)[:, :, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, None, :]
+        if RUNS_P2 > SLOTS:
+            # A block among the FREE best lies in a run whose best is among the FREE best runs.
+            best = tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0)
+            run_ids = _best(best, FREE, SLOTS, UNUSED)
+        else:
+            run_ids = tl.where(there, run, UNUSED)
+        inner = tl.arange(0, RUN_P2)[None, None, :]
+        at = (row[:, None] * runs + run_ids)[:, :, None] * RUN_P2 + inner
         value = tl.load(scores + at, mask=(run_ids < UNUSED)[:, :, None], other=-1.0)
-        places = _best(tl.reshape(value, [BM, SLOTS * RUN_P2]), FREE, SLOTS, UNUSED)
-        of_run = tl.where((places // RUN_P2)[:, :, None] == slot[:, None, :], run_ids[:, None, :], 0)
-        by_score = tl.sum(of_run, 2) * RUN + places % RUN_P2
+        places = _best(tl.reshape(value, [BM, value.shape[1] * RUN_P2]), FREE, SLOTS, UNUSED)
+        held = tl.arange(0, value.shape[1])[None, None, :]
+        run_of_place = tl.sum(tl.where((places // RUN_P2)[:, :, None] == held, run_ids[:, None, :], 0), 2)
+        by_score = run_of_place * RUN + places % RUN_P2
     forced = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest[:, None] - 1, newest[:, None]))
     chosen = tl.where(slot < FREE, by_score, forced)
     every = tl.where(slot <= newest[:, None], slot, UNUSED)  # where there are no more than N_SEL
@@ -184,11 +191,11 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
                 PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        runs_p2 = max(16, triton.next_power_of_2(runs))
-        rows = max(1, TOP_ELEMENTS // max(runs_p2, slots * run_p2))
+        runs_p2 = triton.next_power_of_2(runs)
+        rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, B, S, G, runs, t_begin, t_end, L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots,
-            RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows, num_warps=4,
+            RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows, num_warps=1,
         )  # fmt: skip
     return ids
 

@@ -1,0 +1,36 @@
+"""Every kernel configuration we ship compiles for A100 and H100, fits their shared memory; hot kernels do not spill."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
+# dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
+SHAPES = {
+    80: ["bfloat16:6:64", "bfloat16:16:128", "bfloat16:2:256"],
+    90: ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"],
+}
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
+
+
+def compiled(arch: int) -> dict[str, dict]:
+    """What each kernel needs, by name; in a process that compiles rather than interprets."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.attention.ahead_of_time", str(arch), *SHAPES[arch]]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arch", SHAPES)
+def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
+    kernels = compiled(arch)
+    assert {name.split()[0] for name in kernels} >= {*HOT, "_top_kernel", "_mix_kernel", "_delta_kernel"}
+    assert {name: k["shared"] for name, k in kernels.items() if k["shared"] > SHARED_MEMORY[arch]} == {}
+    if arch == 90:
+        hot = {name: k for name, k in kernels.items() if name.startswith(HOT) and k["wgmma"] + k["mma"]}
+        assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
+        assert {name: k for name, k in hot.items() if "'R': 6" in name and k["stack"]} == {}, "spills"

@@ -1,0 +1,160 @@
+"""The whole operation by kernels: agreement with the reference, strides, repeats, refusals, torch.compile, CUDA graphs."""
+
+import pytest
+import torch
+
+from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
+from tamis.attention import NSASpec, backend, nsa_attention, op, reference, select_blocks
+
+SMALL = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
+TINY = {"tokens": 45, "groups": 1, "heads_per_group": 2}
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+__all__ = ["poisoned_memory"]
+
+
+def out_and_gradients(attend, inputs, dout):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def by_kernels(*inputs):
+    return nsa_attention(*inputs, SMALL, backend="triton")
+
+
+def by_reference(*inputs):
+    return reference.nsa_attention(*inputs, SMALL)
+
+
+def assert_agrees(inputs):
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(3)).to(inputs[0])
+    expected = out_and_gradients(by_reference, [x.float() for x in inputs], dout.float())
+    measured = out_and_gradients(by_kernels, inputs, dout)
+    errors = [relative_rmse(x, y) for x, y in zip(measured, expected, strict=True)]
+    assert max(errors) <= LIMIT[inputs[0].dtype], errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tokens": 61, "groups": 2, "heads_per_group": 6},
+        {"tokens": 7},
+        {"tokens": 34, "batch": 2, "heads_per_group": 1},
+    ],
+    ids=["group of 6", "shorter than a block", "group of 1, batch of 2"],
+)
+def test_output_and_all_gradients_agree_with_the_reference(poisoned_memory, dtype, shape):
+    assert_agrees(random_inputs(SMALL, dtype=dtype, **shape))
+
+
+def test_gates_may_be_zero_or_negative(poisoned_memory):
+    *inputs, gates = random_inputs(SMALL, **TINY)
+    signed = torch.randn(gates.shape, generator=torch.Generator().manual_seed(5)).to(gates)
+    signed[:, ::3] = 0
+    assert_agrees([*inputs, signed])
+
+
+def test_strided_inputs_and_gradients_need_no_copy_by_the_caller(poisoned_memory):
+    inputs = random_inputs(SMALL, **TINY)
+    plain = by_kernels(*inputs)
+    plain_gradients = torch.autograd.grad(plain.sum(), inputs)  # its gradient is one number, expanded
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    strided[1] = torch.stack([inputs[1].detach(), inputs[2].detach()], dim=3)[:, :, :, 0]  # a slice of a fused tensor
+    strided[3] = inputs[3].detach().transpose(2, 3).contiguous().transpose(2, 3)  # not even the last stride is 1
+    strided = [x.requires_grad_() for x in strided]
+    out = by_kernels(*strided)
+    assert torch.equal(out, plain)
+    for got, want in zip(torch.autograd.grad(out.sum(), strided), plain_gradients, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_same_inputs_give_the_same_bits(poisoned_memory):
+    inputs = random_inputs(SMALL, **TINY)
+    first, second = (out_and_gradients(by_kernels, inputs, inputs[0].detach()) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_compiles_without_a_graph_break(poisoned_memory):
+    inputs = random_inputs(SMALL, **TINY)
+    compiled = torch.compile(by_kernels, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    dout = inputs[0].detach()
+    plain, traced = (out_and_gradients(f, inputs, dout) for f in (by_kernels, compiled))
+    assert all(torch.equal(x, y) for x, y in zip(plain, traced, strict=True))
+
+
+def test_fake_implementations_tell_the_truth():
+    inputs = [x.detach() for x in random_inputs(SMALL, tokens=9, groups=1, heads_per_group=2)]
+    numbers = op.as_numbers(SMALL)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(op.nsa_forward, (*inputs, numbers), test_utils=checks)
+    torch.library.opcheck(op.select_blocks, (*inputs[:2], numbers), test_utils=checks[:2])
+
+
+def test_kernels_where_they_cannot_run_are_refused_with_the_reason(monkeypatch):
+    inputs = random_inputs(SMALL, tokens=9)
+    with pytest.raises(ValueError, match=r"cannot run here: the kernels take bfloat16, float16, float32, not float64"):
+        select_blocks(inputs[0].double(), inputs[1].double(), SMALL, backend="triton")
+    wide = random_inputs(SMALL, tokens=9, dim=300)
+    with pytest.raises(ValueError, match="head dims up to 256, not 300"):
+        nsa_attention(*wide, SMALL, backend="triton")
+    with pytest.raises(ValueError, match='backend must be "auto", "reference" or "triton", got "cuda"|\'cuda\''):
+        nsa_attention(*inputs, SMALL, backend="cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="the tensors are on cpu, not on a CUDA GPU"):
+        nsa_attention(*(x.cpu() for x in inputs), SMALL, backend="triton")
+    monkeypatch.setattr(backend, "HAVE_TRITON", False)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        nsa_attention(*inputs, SMALL, backend="triton")
+
+
+def test_the_choice_is_announced_with_its_reason(monkeypatch):
+    interpreted = backend.describe("cpu", torch.bfloat16, 64)
+    assert interpreted.startswith("attention: reference in plain PyTorch, because ")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    told = backend.describe("cpu", torch.float32, 64)
+    assert told == "attention: reference in plain PyTorch, because the tensors are on cpu, not on a CUDA GPU"
+    if DEVICE == "cuda":
+        assert backend.describe("cuda", torch.bfloat16, 64).startswith("attention: Triton kernels on NVIDIA")
+
+
+def test_auto_on_the_cpu_is_the_reference():
+    inputs = [x.cpu() for x in random_inputs(SMALL, tokens=20)]
+    assert torch.equal(nsa_attention(*inputs, SMALL), reference.nsa_attention(*inputs, SMALL))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_cuda_graph_replays_forward_and_backward():
+    spec = NSASpec()
+    inputs = random_inputs(spec, tokens=1500, heads_per_group=6, dim=64, dtype=torch.bfloat16)
+
+    def step():
+        out = nsa_attention(*inputs, spec)
+        return out, *torch.autograd.grad(out, inputs, inputs[0].detach())
+
+    for _ in range(2):  # compile outside the capture
+        expected = step()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_peak_memory_of_64k_tokens_stays_under_its_limit():
+    spec = NSASpec()
+    inputs = random_inputs(spec, tokens=65536, heads_per_group=6, dim=64, dtype=torch.bfloat16)
+    dout = torch.randn_like(inputs[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(nsa_attention(*inputs, spec), inputs, dout)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * 2**30

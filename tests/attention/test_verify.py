@@ -1,0 +1,100 @@
+"""The proof on the present device passes for right kernels and names what a wrong one breaks."""
+
+import pytest
+import torch
+
+from tests.attention.devices import DEVICE  # isort: skip
+from tamis.attention import NSASpec, op, reference
+from tamis.attention import verify as module
+from tamis.attention.verify import Check, verify
+
+SMALL = NSASpec(l=4, d=2, l_sel=4, n_sel=4, w=6)
+
+
+def failures(backend="triton", tokens=None):
+    checks = verify(DEVICE, torch.float32, 2, 1, 16, SMALL, backend=backend, tokens=tokens)
+    return {check.name for check in checks if not check.passed}, {check.name for check in checks}
+
+
+def plant(monkeypatch, wrong):
+    """Put `wrong(branches, inputs)`, which may spoil the three outputs, in the place of the kernels."""
+
+    def nsa_attention(*inputs, spec, backend):
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+        ids = reference.select_blocks(q, k_cmp, spec)
+        branches = [
+            reference.compressed_attention(q, k_cmp, v_cmp, spec),
+            reference.selected_attention(q, k_sel, v_sel, ids, spec),
+            reference.window_attention(q, k_win, v_win, spec),
+        ]
+        return reference.mix_branches(wrong(branches, inputs), gates)
+
+    monkeypatch.setattr(module.attention, "nsa_attention", nsa_attention)
+
+
+def test_right_kernels_pass_every_check():
+    failed, names = failures(tokens=27)
+    assert not failed
+    assert {"compressed dk_cmp", "selected dv_sel", "window dq", "whole dgates", "selection loss"} <= names
+    assert {"repeat difference", "causality difference"} <= names
+
+
+def test_a_wrong_kernel_is_caught_in_its_branch_and_in_the_whole(monkeypatch):
+    right = op.window_forward
+
+    def forgets_a_head(q, k, v, spec):
+        out, lse = right(q, k, v, spec)
+        out[:, :, -1] = 0
+        return out, lse
+
+    monkeypatch.setattr(op, "window_forward", forgets_a_head)
+    failed, _ = failures(tokens=22)
+    assert {"window out", "whole out"} <= failed
+    assert not failed & {"compressed out", "selected out", "selection loss", "causality difference"}
+
+
+def test_a_wrong_gradient_is_caught_where_it_is(monkeypatch):
+    def slightly_off(branches, inputs):
+        branches[0].register_hook(lambda gradient: gradient * 1.001) if branches[0].requires_grad else None
+        return branches
+
+    plant(monkeypatch, slightly_off)
+    failed, _ = failures()
+    assert {"compressed dk_cmp", "whole dk_cmp", "whole dq"} <= failed
+    assert not failed & {"compressed out", "whole out", "selected dk_sel", "window dv_win"}
+
+
+def test_a_wrong_choice_of_blocks_is_caught(monkeypatch):
+    def oldest_blocks(q, k_cmp, spec, backend):
+        return reference.select_blocks(q, torch.zeros_like(k_cmp), spec)
+
+    monkeypatch.setattr(module.attention, "select_blocks", oldest_blocks)
+    assert failures(backend="reference")[0] == {"selection loss"}
+
+
+def test_missing_forced_blocks_are_caught(monkeypatch):
+    def never_the_first(q, k_cmp, spec, backend):
+        ids = reference.select_blocks(q, k_cmp, spec)
+        return torch.where(ids == 0, 1, ids).unique_consecutive(dim=-1)
+
+    monkeypatch.setattr(module.attention, "select_blocks", never_the_first)
+    assert failures(backend="reference")[0] == {"selection loss"}
+
+
+def test_a_look_into_the_future_is_caught(monkeypatch):
+    plant(monkeypatch, lambda branches, inputs: [*branches[:2], branches[2] + 1e-7 * inputs[6].mean()])
+    assert failures()[0] == {"causality difference"}
+
+
+def test_results_that_change_between_runs_are_caught(monkeypatch):
+    plant(monkeypatch, lambda branches, inputs: [*branches[:2], branches[2] * (1 + 1e-6 * torch.rand(()).item())])
+    assert "repeat difference" in failures()[0]
+
+
+@pytest.mark.parametrize("measured", [float("nan"), float("inf"), 2e-5])
+def test_what_is_not_finite_or_too_large_never_passes(measured):
+    assert not Check("x", measured, 1e-5).passed
+
+
+def test_the_reference_verifies_itself():
+    assert not failures(backend="reference")[0]
