@@ -111,7 +111,8 @@ class RunDirectory:
         return sorted(path for path in self._entries() if _TEMPORARY.fullmatch(path.name))
 
     def stackdumps(self) -> list[Path]:
-        return sorted(path for path in self._entries() if path.name.startswith("stackdump_"))
+        """Those written to their end."""
+        return sorted(path for path in self._entries() if path.match("stackdump_*.txt"))
 
     def memory_dump(self, moment: str, step: int, suffix: str) -> Path:
         """`moment` is pre or post the step."""

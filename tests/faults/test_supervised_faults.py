@@ -100,7 +100,7 @@ def test_a_worker_stuck_in_compute_is_dumped_stopped_and_restarted(launching) ->
     assert_ends_as_unbroken(launched)
     events = launched.events()
     assert events[:5] == ["start", "stuck_in_compute", "stackdump", "halt", "term"]
-    (dump,) = launched.run.stackdumps()
+    dump = launched.run.stackdumps()[0]
     assert dump.name.startswith("stackdump_rank0_pid") and "pause_if" in dump.read_text()
 
 
