@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from tamis.config import Config
 from tamis.model.cache import DenseCache
@@ -60,6 +59,8 @@ def _attend_to_end(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
     if queries == keys:
         return F.scaled_dot_product_attention(q_BHSD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=True)
     if q_BHSD.is_cuda:  # flash attention knows this mask by itself; a tile's mask over 64k keys would fill the memory
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler: a second that a start can spare
+
         visible: Tensor = causal_lower_right(queries, keys)
     else:
         visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
