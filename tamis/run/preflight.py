@@ -42,7 +42,7 @@ def check(
         config_file = Path(scratch) / "config.yaml"
         config_file.write_text(config.to_yaml(), encoding="utf-8")
         subject = Subject(config, config_file, read_gpus() if gpus is None else gpus)
-        for finding in _all_findings(subject, quick):
+        for finding in _all_findings(subject, quick, emit):
             findings.append(finding)
             emit(_line(len(findings), finding))
     emit(f"preflight: {verdict(findings)}")
@@ -51,11 +51,15 @@ def check(
     return 0 if is_go(findings) else 1
 
 
-def _all_findings(subject: Subject, quick: bool) -> Iterator[Finding]:
+def _all_findings(subject: Subject, quick: bool, emit: Callable[[str], None]) -> Iterator[Finding]:
     yield from (criterion.apply(subject) for criterion in MACHINE_CHECKS)
-    if not quick:
-        yield from (criterion.apply(subject) for criterion in CHILD_CHECKS)
-        yield from selfcheck(subject)
+    if quick:
+        return
+    for criterion in CHILD_CHECKS:
+        emit(f"    trying: {criterion.name} …")
+        yield criterion.apply(subject)
+    emit("    trying: kernels, causality and the random-token floor on this device …")
+    yield from selfcheck(subject)
 
 
 def collectives_work(subject: Subject) -> Finding:
@@ -145,4 +149,4 @@ def _line(number: int, finding: Finding) -> str:
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
     """What the child said last: its result or its reason on stdout, else the last words of its traceback."""
     text = answer.stdout.strip() or answer.stderr.strip()
-    return text.splitlines()[-1] if text else f"exit code {answer.returncode} without a word"
+    return text.splitlines()[-1].removeprefix("FAILED: ") if text else f"exit code {answer.returncode} without a word"
