@@ -21,7 +21,7 @@ from urllib.request import getproxies
 from tamis.config import Data
 from tamis.data.errors import DataError
 from tamis.data.files import ROWS_PER_BATCH, Record, check_column, column_records, row_groups_from
-from tamis.data.waiting import RETRY_PAUSES_S, within
+from tamis.data.waiting import RETRY_PAUSES_S
 
 REMEDY = (
     "check the network, point HF_DATASETS_CACHE to a fast local disk, or use local files "
@@ -34,7 +34,7 @@ def open_hub(data: Data) -> HubDataset:
     """The dataset that `data.hub_name` names, or a DataError soon."""
     if not Path(data.hub_name).is_dir():
         _check_host()
-    return within(data.loader_timeout_s, f"the file list of {data.hub_name}", lambda: HubDataset(data))
+    return HubDataset(data)
 
 
 class HubDataset:
@@ -98,8 +98,10 @@ class HubDataset:
 
 def _stream(data: Data) -> tuple[Any, Any]:
     """Builder and streamed train split; the hub client makes its own attempts here."""
-    import datasets
-
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("data.dataset fineweb_edu needs the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
     wanted = data.hub_subset if _has_subset(data) else None
     where = f"{data.hub_name} {data.hub_subset}"

@@ -25,7 +25,9 @@ from tamis.data.waiting import within
 def open_loader(config: Config, *, rank: int = 0, world_size: int = 1) -> Loader:
     """The training batches of one rank."""
     try:
-        return Loader(config, open_samples(config, rank, world_size), rank, world_size)
+        what, limit_s = f"the data ({config.data.dataset})", config.data.loader_timeout_s
+        samples = within(limit_s, what, lambda: open_samples(config, rank, world_size))
+        return Loader(config, samples, rank, world_size)
     except DataError as error:
         if not config.data.synthetic_on_fail:
             raise

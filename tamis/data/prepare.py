@@ -15,16 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from tamis.config import Config
+from tamis.config import Config, Data
 from tamis.data.errors import DataError
 from tamis.data.opening import open_source
 from tamis.data.order import DocumentOrder
-from tamis.data.shards import MANIFEST, Manifest, Shard, Split, read_manifest
+from tamis.data.shard_writer import Encoded, Reached, ShardPair
+from tamis.data.shards import MANIFEST, Manifest, Split, read_manifest
 from tamis.data.stream import document_order
-from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
+from tamis.data.tokenizer import Tokenizer, tokenizer_for, with_end_of_text
 
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 CHUNK_BYTES = 256 * 1024  # text handed to a thread at a time
@@ -53,13 +54,7 @@ class Chunk:
     """Documents that follow each other, each with its split, and how far the source was read for them."""
 
     documents: list[tuple[Split, str]]
-    next_file: int
-    next_record: int
-    bad_records: int
-    empty_documents: int
-
-
-Encoded = dict[Split, list[TokenIds]]
+    reached: Reached
 
 
 def prepare(
@@ -95,12 +90,14 @@ def _prepare(
     chunks = _chunks(order, manifest, min(CHUNK_BYTES, shard_tokens))
     for chunk, encoded in _encoded(chunks, tokenizer_for(manifest.tokenizer), workers):
         pair.append(encoded)
-        meter.count(encoded, chunk.next_file)
+        meter.count(encoded, chunk.reached.next_file)
         if pair.tokens >= shard_tokens:
-            manifest = pair.finish(chunk, complete=False)
+            manifest = pair.finish(chunk.reached, complete=False)
             pair = ShardPair(folder, manifest)
-        last = chunk
-    manifest = pair.finish(last, complete=True)
+        reached = chunk.reached
+    if not (pair.tokens or manifest.shards):
+        raise DataError(f"{manifest.origin} holds no training document: there is nothing to prepare")
+    manifest = pair.finish(reached, complete=True)
     meter.tell()
     return manifest
 
@@ -111,11 +108,17 @@ def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manif
     what = [order.source.identity, data.text_column, data.val_fraction]
     source = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     if not (folder / MANIFEST).exists():
-        return Manifest(data.tokenizer, source, data.val_fraction)
+        return Manifest(data.tokenizer, _origin(data), source, data.val_fraction)
     manifest = read_manifest(folder)
     if (manifest.source, manifest.tokenizer) != (source, data.tokenizer):
         raise DataError(f"{folder} holds shards of another source, split or tokenizer: choose another folder")
     return manifest
+
+
+def _origin(data: Data) -> str:
+    hub = f"{data.hub_name} {data.hub_subset} {data.hub_revision or ''}".rstrip()
+    where = {"fineweb_edu": hub, "fineweb_edu_local": data.local_path}.get(data.dataset)
+    return f"{data.dataset} {where or ''}".rstrip()
 
 
 def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator[Chunk]:
@@ -123,7 +126,7 @@ def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator
 
     def chunk(next_file: int, next_record: int) -> Chunk:
         bad, empty = start.bad_records + order.skipped.bad, start.empty_documents + order.skipped.empty
-        return Chunk(documents, next_file, next_record, bad, empty)
+        return Chunk(documents, Reached(next_file, next_record, bad, empty))
 
     documents: list[tuple[Split, str]] = []
     size = 0
@@ -158,64 +161,6 @@ def _encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
     return encoded
 
 
-class ShardPair:
-    """The training and the held-out shard being written; both appear, and enter the manifest, when finished."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        number = sum(shard.split == "train" for shard in manifest.shards)
-        self._folder, self._manifest = folder, manifest
-        self._writers = {split: _ShardWriter(folder, split, number) for split in ("train", "val")}
-
-    @property
-    def tokens(self) -> int:
-        return self._writers["train"].tokens
-
-    def append(self, encoded: Encoded) -> None:
-        for split, documents in encoded.items():
-            for ids in documents:
-                self._writers[split].append(ids)
-
-    def finish(self, chunk: Chunk, *, complete: bool) -> Manifest:
-        shards = [shard for writer in self._writers.values() if (shard := writer.finish())]
-        manifest = replace(
-            self._manifest,
-            complete=complete,
-            next_file=chunk.next_file,
-            next_record=chunk.next_record,
-            bad_records=chunk.bad_records,
-            empty_documents=chunk.empty_documents,
-            shards=self._manifest.shards + shards,
-        )
-        temporary = self._folder / f"{MANIFEST}.tmp"
-        temporary.write_text(manifest.to_json(), encoding="utf-8")
-        _settle(temporary, self._folder / MANIFEST)
-        return manifest
-
-
-class _ShardWriter:
-    def __init__(self, folder: Path, split: Split, number: int) -> None:
-        self.split, self.tokens, self.documents = split, 0, 0
-        self._path = folder / f"{split}-{number:05d}.bin"
-        self._temporary = self._path.with_suffix(".tmp")
-        self._file = self._temporary.open("wb")
-        self._digest = hashlib.sha256()
-
-    def append(self, ids: TokenIds) -> None:
-        content = ids.astype("<u2", copy=False).tobytes()
-        self._file.write(content)
-        self._digest.update(content)
-        self.tokens += len(ids)
-        self.documents += 1
-
-    def finish(self) -> Shard | None:
-        self._file.close()
-        if not self.documents:
-            self._temporary.unlink()
-            return None
-        _settle(self._temporary, self._path)
-        return Shard(self._path.name, self.split, self.tokens, self.documents, self._digest.hexdigest())
-
-
 class _Meter:
     """Counts what was written and reports it now and then."""
 
@@ -239,16 +184,6 @@ class _Meter:
         rate = new / max(self._reported - self._began, 1e-9)
         processor_rate = new / max(time.process_time() - self._processor_began, 1e-9)
         self._report(Progress(self._files_done, self._files, self._documents, self._tokens, rate, processor_rate))
-
-
-def _settle(temporary: Path, final: Path) -> None:
-    """Give a written file its name only once its content is on disk."""
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    temporary.replace(final)
 
 
 @contextmanager

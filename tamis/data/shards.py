@@ -39,6 +39,7 @@ class Manifest:
     """What a folder of shards holds; while it is being made, also how far the source was read."""
 
     tokenizer: str
+    origin: str  # where the text came from, for a person
     source: str  # fingerprint of the source's files and of the split
     val_fraction: float
     dtype: str = "uint16"

@@ -55,6 +55,7 @@ def test_the_manifest_says_what_is_there(tmp_path, corpus):
     prepare(local(corpus, data_on_bad_record="skip"), tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["complete"] is True
+    assert manifest["origin"] == f"fineweb_edu_local {corpus}"
     assert manifest["tokenizer"] == "byte"
     assert manifest["dtype"] == "uint16"
     assert (manifest["bad_records"], manifest["empty_documents"]) == (1, 1)
@@ -129,6 +130,12 @@ def test_other_data_does_not_overwrite_prepared_shards(tmp_path, corpus):
     assert contents(tmp_path / "out") == before
 
 
+def test_a_source_without_documents_is_an_error(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"empty\.jsonl holds no training document"):
+        prepare(local(tmp_path / "empty.jsonl"), tmp_path / "out")
+
+
 def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
     from tamis.data.prepare import _locked
 
@@ -138,7 +145,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
 
 
 def test_a_full_disk_loses_nothing_and_says_so(tmp_path, corpus, monkeypatch):
-    from tamis.data import prepare as module
+    from tamis.data import shard_writer as module
 
     settle, calls = module._settle, []
 
