@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from tamis.run.environment import RECORDED_VARIABLES
 
 REDACTED = "[redacted]"
-SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|DSN|WEBHOOK", re.IGNORECASE)
+SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 SHORTEST_SECRET = 8  # a shorter value would match ordinary words
 SECRET_SHAPES = {  # a word that must be there, and the shape around it; the word alone is quick to look for
     "hf_": r"\bhf_[A-Za-z0-9]{16,}",
