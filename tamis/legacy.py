@@ -10,6 +10,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tamis.config import Config, ConfigError, apply_override, build_config, read_yaml
 
@@ -68,6 +69,7 @@ VARIABLES: dict[str, Variable] = {
 }
 
 PASSED_ON = {
+    "CONFIG": "the config file, where none is named",
     "TORCH_NCCL_BLOCKING_WAIT": "PyTorch: a collective that times out raises an error",
     "PYTORCH_CUDA_ALLOC_CONF": "PyTorch: settings of the GPU memory allocator",
     "CUDA_LAUNCH_BLOCKING": "CUDA: every kernel is waited for; slow, for finding errors",
@@ -110,27 +112,48 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
 
 
 def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """`section.key=value` for each NSA_* variable that is set, and a line for each set variable that says its effect."""
-    overrides, effects = [], []
+    """`section.key=value` for each NSA_* variable that is set, and a line that says the effect of each set variable."""
+    set_by: dict[str, tuple[str, str]] = {}  # key → variable and override
+    effects = []
     for name, text in sorted(environment.items()):
         if name.startswith("NSA_"):
-            variable = VARIABLES.get(name)
-            if variable is None:
-                raise ConfigError(f"unknown variable {name}{_nearest(name)}; docs/variables.md lists them all")
-            value = variable.value(text)
-            if variable.key and value is not None:
-                overrides.append(f"{variable.key}={value}")
-            effects.append(f"{name}={text}: {_effect(variable, value)}")
+            key, value = _key_and_value(name, text)
+            effects.append(f"{name}={text}: {_effect(VARIABLES[name], value)}")
+            if key is not None and value is not None:
+                override = f"{key}={value}"
+                _check(name, text, override, set_by.get(key))
+                set_by[key] = (name, override)
         elif name in PASSED_ON:
             effects.append(f"{name}={text}: {PASSED_ON[name]}")
         elif name.startswith("NCCL_"):
             effects.append(f"{name}={text}: passed on to NCCL")
-    return overrides, effects
+    return [override for _, override in set_by.values()], effects
+
+
+def _key_and_value(name: str, text: str) -> tuple[str | None, str | None]:
+    variable = VARIABLES.get(name)
+    if variable is None:
+        raise ConfigError(f"unknown variable {name}{_nearest(name)}; docs/variables.md lists them all")
+    return variable.key, variable.value(text) if text or variable.value is _compression else None
+
+
+def _check(name: str, text: str, override: str, before: tuple[str, str] | None) -> None:
+    """A value the key cannot hold, or two variables at odds, is told by the variable's name."""
+    if before is not None and before[1] != override:
+        raise ConfigError(f"{before[0]} and {name} contradict each other ({before[1]}, {override}): unset one")
+    tree: dict[str, Any] = {}
+    apply_override(tree, override)
+    try:
+        build_config(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={text}: {error}") from None
 
 
 def _effect(variable: Variable, value: str | None) -> str:
-    if variable.key is None or value is None:
-        return variable.does if variable.key is None else f"off, {variable.key} stays as configured"
+    if variable.key is None:
+        return variable.does
+    if value is None:
+        return f"off, {variable.key} stays as configured"
     return f"{variable.key}={value} ({variable.does})"
 
 
@@ -143,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_showcase.py",
         description="Train as a config file says, with flags on top.",
-        epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset synthetic --steps 200",
+        epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset sample --steps 200",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help=f"YAML file (default: $CONFIG, else {DEFAULT_CONFIG})")
@@ -151,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", metavar="PATH", help="copy the last checkpoint to PATH when training ends")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: must run under torchrun; 0: must not")
     parser.add_argument("--no-gc", action="store_true", help="no gradient checkpointing")
-    parser.add_argument("--synthetic-on-fail", action="store_true", help="go on with noise when the data fails; brands the run")
+    parser.add_argument(
+        "--synthetic-on-fail", action="store_true", help="go on with noise when the data fails; brands the run"
+    )
     for flag, (key, text) in FLAGS.items():
         parser.add_argument(flag, help=f"{text} ({key})")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any other key")

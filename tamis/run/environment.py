@@ -19,7 +19,6 @@ from tamis.run.hardware import Gpu, describe_cpu, gpu_records
 # Names, not prefixes: a prefix would let NSA_ACCESS_KEY or NCCL_PASSWORD through.
 NCCL_VARIABLES = ("ALGO", "DEBUG", "IB_DISABLE", "P2P_DISABLE", "PROTO", "SHM_DISABLE", "SOCKET_IFNAME")
 RECORDED_VARIABLES = (
-    "CONFIG",
     *VARIABLES,
     *PASSED_ON,
     *(f"NCCL_{name}" for name in NCCL_VARIABLES),
