@@ -1,4 +1,4 @@
-"""The whole operation by kernels: agreement with the reference, strides, repeats, refusals, torch.compile, CUDA graphs."""
+"""The whole operation by kernels: agreement with the reference, strides, repeats, refusals, compile, CUDA graphs."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_kernels_where_they_cannot_run_are_refused_with_the_reason(monkeypatch):
     wide = random_inputs(SMALL, tokens=9, dim=300)
     with pytest.raises(ValueError, match="head dims up to 256, not 300"):
         nsa_attention(*wide, SMALL, backend="triton")
-    with pytest.raises(ValueError, match='backend must be "auto", "reference" or "triton", got "cuda"|\'cuda\''):
+    with pytest.raises(ValueError, match=r"backend must be .* got 'cuda'"):
         nsa_attention(*inputs, SMALL, backend="cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="the tensors are on cpu, not on a CUDA GPU"):

@@ -1,0 +1,185 @@
+"""`tamis bench attention`: Native Sparse Attention, whole and in parts, beside PyTorch's dense attention, in one run.
+
+Tokens per call stay the same whatever the length. The kernels must first agree with the reference on this device, or
+nothing is reported. Tables for people first; the last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tamis.attention import backend
+from tamis.attention.verify import verify
+from tamis.bench import attention_parts as things
+from tamis.bench.attention_parts import SHAPES, Shape, Timed
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+TOKENS = 65536
+REFERENCE_UP_TO = 2048
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Disagreement(RuntimeError):
+    """The kernels do not agree with the reference here: there is nothing worth timing."""
+
+
+def run(
+    shapes: Sequence[str] = ("m7c", "paper"),
+    lengths: Sequence[int] = LENGTHS,
+    tokens: int = TOKENS,
+    precision: str | None = None,
+    repeats: int = 7,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Measure every shape at every length; prints the tables, returns the document."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[precision or ("bf16" if place.type == "cuda" else "fp32")]
+    ceilings = measure_ceilings(place, dtype)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    print(f"{name}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
+    print(f"ceilings measured here: {ceilings['tflops']:.0f} TFLOP/s matmul, {ceilings['tb_per_s']:.2f} TB/s copy")
+    rows = []
+    for shape in (SHAPES[s] for s in shapes):
+        check_agreement(shape, place, dtype)
+        mine = [r for n in lengths for r in measure_length(shape, n, tokens, place, dtype, repeats, ceilings)]
+        print_tables(shape, lengths, mine)
+        rows += mine
+    return {"bench": "attention", "device": name, "dtype": str(dtype), "tokens": tokens, **ceilings, "rows": rows}
+
+
+def check_agreement(shape: Shape, place: torch.device, dtype: torch.dtype) -> None:
+    """Prove the kernels at this shape, or raise with what failed."""
+    print(f"\n{shape.name}: {shape.heads} heads in {shape.groups} groups of dim {shape.dim}, {shape.spec}")
+    print(backend.describe(place, dtype, shape.dim))
+    checks = verify(place, dtype, shape.heads, shape.groups, shape.dim, shape.spec)
+    failed = [str(check) for check in checks if not check.passed]
+    if failed:
+        raise Disagreement("the kernels disagree with the reference, so nothing is reported:\n" + "\n".join(failed))
+    worst = max(checks, key=lambda check: check.measured)
+    print(f"agrees with the reference in {len(checks)} checks, worst {worst.name}: {worst.measured:.1e}", flush=True)
+
+
+def measure_length(
+    shape: Shape, length: int, tokens: int, place: torch.device, dtype: torch.dtype, repeats: int, ceilings: dict
+) -> list[dict[str, Any]]:
+    batch = max(1, tokens // length)
+    floor = things.least_work(shape, batch, length, dtype.itemsize)
+    rows = []
+    for choices in ("random", "clustered"):
+        inputs = things.make_inputs(shape, batch, length, place, dtype, clustered=choices == "clustered")
+        if choices == "random":
+            rows += [measure(x, place, repeats) for x in things.dense(inputs)]
+            if length <= REFERENCE_UP_TO:
+                rows.append(measure(things.plain_reference(shape, inputs), place, 1))
+        whole = measure(things.whole(shape, inputs, choices), place, repeats)
+        for direction, (flops, size) in floor.items():
+            least_ms = max(flops / (ceilings["tflops"] * 1e12), size / (ceilings["tb_per_s"] * 1e12)) * 1e3
+            if whole[f"{direction}_ms"]:
+                whole[f"{direction}_of_roofline"] = round(least_ms / whole[f"{direction}_ms"], 3)
+        rows += [whole, *(measure(x, place, repeats) for x in things.parts(shape, inputs, choices))]
+    cudnn = rows[0]
+    for row in rows:
+        row |= {"shape": shape.name, "length": length, "batch": batch}
+        if row["both_ms"] and cudnn["both_ms"]:
+            row["both_over_cudnn"] = round(row["both_ms"] / cudnn["both_ms"], 3)
+    return rows
+
+
+def measure(timed: Timed, place: torch.device, repeats: int) -> dict[str, Any]:
+    """Median milliseconds of forward and of both, and the peak memory of both above what was there."""
+    row: dict[str, Any] = {"name": timed.name, "choices": timed.choices, "forward_ms": None, "both_ms": None}
+    try:
+        row["forward_ms"] = median_ms(timed.forward, place, repeats)
+        if timed.both:
+            row |= {"both_ms": median_ms(timed.both, place, repeats), "peak_gib": peak_gib(timed.both, place)}
+    except RuntimeError as error:  # a kernel that does not take this shape, or memory that does not suffice
+        row["error"] = str(error).splitlines()[0][:200]
+    return row
+
+
+def median_ms(call: Callable[[], object], place: torch.device, repeats: int) -> float:
+    for _ in range(1 if repeats == 1 else 2):
+        call()
+    if place.type != "cuda":
+        return round(statistics.median(_seconds(call) for _ in range(repeats)) * 1e3, 4)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for begin, end in events:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return round(statistics.median(begin.elapsed_time(end) for begin, end in events), 4)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def peak_gib(call: Callable[[], object], place: torch.device) -> float | None:
+    if place.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+
+
+def measure_ceilings(place: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What this device does at best: a large matrix product, and a large copy (bytes read plus bytes written)."""
+    side, size = (8192, 1 << 30) if place.type == "cuda" else (512, 1 << 24)
+    a, b = (torch.empty(side, side, dtype=dtype, device=place).normal_() for _ in range(2))
+    source = torch.empty(size, dtype=torch.uint8, device=place).random_()
+    target = torch.empty_like(source)
+    product, copy = median_ms(lambda: a @ b, place, 10), median_ms(lambda: target.copy_(source), place, 10)
+    return {"tflops": round(2 * side**3 / product / 1e9, 4), "tb_per_s": round(2 * size / copy / 1e9, 5)}
+
+
+def print_tables(shape: Shape, lengths: Sequence[int], rows: list[dict[str, Any]]) -> None:
+    for title, key in (
+        ("forward, ms", "forward_ms"),
+        ("forward + backward, ms", "both_ms"),
+        ("forward + backward over dense cudnn", "both_over_cudnn"),
+        ("peak memory of forward + backward above the inputs, GiB", "peak_gib"),
+        ("share of the measured roofline, forward + backward", "both_of_roofline"),
+    ):
+        names = list(dict.fromkeys((r["name"], r["choices"]) for r in rows if r.get(key) is not None))
+        if not names:
+            continue
+        print(f"\n{shape.name}: {title}\n{'':24}" + "".join(f"{n:>9}" for n in lengths))
+        for name, choices in names:
+            found = {r["length"]: r.get(key) for r in rows if (r["name"], r["choices"]) == (name, choices)}
+            cells = "".join(f"{'–' if found.get(n) is None else format(found[n], '.3g'):>9}" for n in lengths)
+            print(f"{name + (', ' + choices if choices else ''):24}{cells}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tamis bench attention", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["m7c", "paper"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per call, whatever the length")
+    parser.add_argument("--precision", choices=list(DTYPES), help="bf16 on a GPU, fp32 on a CPU, unless said otherwise")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls; the median counts")
+    parser.add_argument("--device", help="cuda or cpu; the GPU if there is one")
+    options = parser.parse_args(arguments)
+    try:
+        document = run(**vars(options))
+    except Disagreement as refusal:
+        print(refusal, file=sys.stderr)
+        return 1
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

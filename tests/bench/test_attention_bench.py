@@ -1,0 +1,34 @@
+"""The attention bench, small and on the CPU: tables first, one JSON line last, and silence where kernels disagree."""
+
+import json
+
+import pytest
+
+from tamis.attention.verify import Check
+from tamis.bench import attention
+
+SMALL = ["--shapes", "tiny", "--lengths", "48", "96", "--tokens", "96", "--repeats", "1", "--device", "cpu"]
+
+
+def test_the_last_line_is_one_json_document_with_every_row(capsys):
+    assert attention.main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    document = json.loads(lines[-1])
+    assert document["tflops"] > 0 and document["tb_per_s"] > 0
+    names = {(row["name"], row["choices"], row["length"]) for row in document["rows"]}
+    assert {("whole", "random", 48), ("whole", "clustered", 96), ("reference", "random", 48)} <= names
+    assert {row["batch"] for row in document["rows"] if row["length"] == 48} == {2}
+    assert any(line.startswith("whole, clustered") for line in lines[:-1])
+
+
+def test_nothing_is_reported_where_the_kernels_disagree(capsys, monkeypatch):
+    monkeypatch.setattr(attention, "verify", lambda *args: [Check("window dq", 0.3, 5e-3)])
+    assert attention.main(SMALL) == 1
+    output = capsys.readouterr()
+    assert "window dq" in output.err and "{" not in output.out
+
+
+@pytest.mark.parametrize("arguments", [["--shapes", "unknown"], ["--precision", "int8"]])
+def test_an_unknown_choice_is_refused(arguments):
+    with pytest.raises(SystemExit):
+        attention.main(arguments)
