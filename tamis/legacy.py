@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_showcase.py",
         description="Train as a config file says, with flags on top.",
-        epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset sample --steps 200",
+        epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset synthetic",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help=f"YAML file (default: $CONFIG, else {DEFAULT_CONFIG})")
