@@ -141,12 +141,13 @@ class Session:
         self.telemetry.beat("checkpoint", self.step)
         data = merge_states(self.workers.gather(self.position))
         try:
-            path = save_checkpoint(self.run, self._state(data), self.config, self.workers)
+            path = together(
+                self.workers, lambda: save_checkpoint(self.run, self._state(data), self.config, self.workers)
+            )
             self.saved_step = self.step
             self.progress.say(f"[tamis] step {self.step}: saved {path}")
         except OSError as error:
             self.progress.say(f"[tamis] step {self.step}: NO checkpoint, {error}: free space under {self.run.path}")
-        self.workers.barrier()
         self.telemetry.pause()
 
     def evaluate(self) -> None:
