@@ -1,4 +1,4 @@
-"""The training step on a GPU: nothing waits for the device, a replayed graph computes the same, repeats are bit-equal."""
+"""The training step on a GPU: nothing waits for the device, a replayed graph is exact, repeats are bit-equal."""
 
 import numpy as np
 import pytest
