@@ -13,10 +13,12 @@ from tamis.legacy import variable_overrides
 from tamis.run.checkpoints import latest_valid_checkpoint
 from tamis.run.directory import RunDirectory
 from tamis.run.exit_codes import ExitCode
-from tamis.run.hardware import SHOWCASE_CONFIG, LaunchPlan, launch_plan, read_gpus
+from tamis.run.handoff import handoff
+from tamis.run.hardware import SHOWCASE_CONFIG, Gpu, LaunchPlan, launch_plan, read_gpus
 from tamis.run.info import describe_run, write_eta, write_info
+from tamis.run.launching import launch_in_background
 from tamis.run.report import write_report
-from tamis.run.supervisor import LaunchOptions, launch
+from tamis.run.supervisor import launch
 
 RUNS = Path("artifacts/train_runs")
 SMOKE_STEPS = 50
@@ -27,27 +29,39 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     """One command from a bare machine to a trained model; returns the exit code."""
     gpus = read_gpus()
     plan = launch_plan(gpus, config_path=config_path)
-    for reason in plan.reasons:
-        _say(reason)
-    from_variables, effects = variable_overrides(os.environ)
-    os.environ.update(plan.environment)
-    for line in [*effects, *(f"{name}={value}: set for this machine" for name, value in plan.environment.items())]:
-        _say(line)
-    config = load_config(plan.config_path, [*from_variables, *overrides])
+    config = _resolve(plan, overrides)
+    if detach:
+        return launch_in_background(config.train.out_dir, ["run", *([config_path] if config_path else []), *overrides])
     run_dir = RUNS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
     run_dir.mkdir(parents=True)
-    info = describe_run(
-        config, config_path=plan.config_path, run_dir=run_dir, gpus=gpus, processes=plan.processes, command=sys.argv
-    )
-    write_info(run_dir / "run.info", info)
-    write_info(RunDirectory(config.train.out_dir).create().run_info, info)
-    for key in ("model", "parameters", "config_hash", "tokens_per_step", "tokens_planned", "out_dir"):
-        _say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
+    _write_info(config, plan, gpus, run_dir)
     if gpus and (code := smoke(plan, run_dir)) != ExitCode.DONE:
         _say(f"the smoke test failed with exit code {code}: nothing was launched. Read {run_dir / 'smoke.log'}")
         return code
-    code = launch(config, processes=plan.processes, log=run_dir / "train.log", detach=detach)
-    return code if detach else _hand_over(config, run_dir, code)
+    code = launch(config, processes=plan.processes, log=run_dir / "train.log")
+    _hand_over(config, run_dir, code)
+    return code
+
+
+def _resolve(plan: LaunchPlan, overrides: list[str]) -> Config:
+    """The plan's config with variables and overrides on top; says what decided, and what each variable does."""
+    from_variables, effects = variable_overrides(os.environ)
+    os.environ.update(plan.environment)
+    chosen = [f"{name}={value}: set for this machine" for name, value in plan.environment.items()]
+    for line in [*plan.reasons, *effects, *chosen]:
+        _say(line)
+    return load_config(plan.config_path, [*from_variables, *overrides])
+
+
+def _write_info(config: Config, plan: LaunchPlan, gpus: list[Gpu], run_dir: Path) -> None:
+    """run.info beside the logs and in OUT, and its main lines on the screen, before anything slow."""
+    info = describe_run(
+        config, config_path=plan.config_path, run_dir=run_dir, gpus=gpus, processes=plan.processes, command=sys.argv
+    )
+    for path in (run_dir / "run.info", RunDirectory(config.train.out_dir).create().run_info):
+        write_info(path, info)
+    for key in ("model", "parameters", "config_hash", "tokens_per_step", "tokens_planned", "out_dir"):
+        _say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
 
 
 def smoke(plan: LaunchPlan, run_dir: Path) -> int:
@@ -57,18 +71,18 @@ def smoke(plan: LaunchPlan, run_dir: Path) -> int:
     overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={out_dir}"]
     overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
     config = load_config(SHOWCASE_CONFIG, overrides)
-    return launch(config, processes=plan.processes, log=run_dir / "smoke.log", options=LaunchOptions())
+    return launch(config, processes=plan.processes, log=run_dir / "smoke.log")
 
 
-def _hand_over(config: Config, run_dir: Path, code: int) -> int:
+def _hand_over(config: Config, run_dir: Path, code: int) -> None:
+    """What the run was worth: figures and a sample when it is done, and in any case the report and its place."""
     run = RunDirectory(config.train.out_dir)
     if code == ExitCode.DONE:
         write_eta(run_dir / "run.info", "done")
         _compare_with_counting(config, run)
         _show_sample(config, run)
-    report = write_report(run)
-    _say(f"logs: {run_dir}   model and curves: {run.path}   report: {report}")
-    return code
+        handoff(run.path, say=_say)
+    _say(f"logs: {run_dir}   model and curves: {run.path}   report: {write_report(run)}")
 
 
 def _compare_with_counting(config: Config, run: RunDirectory) -> None:
