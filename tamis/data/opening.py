@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,20 +71,37 @@ def validation_batches(config: Config, *, rank: int = 0, world_size: int = 1) ->
     """This rank's held-out batches, the same every time and equally many on every rank; none without a held-out part.
 
     Together the ranks hold the first eval_batches · batch_size · world_size held-out samples, or as many as there are.
+    Where `data.synthetic_on_fail` lets training go on without the data there is no validation: noise tells nothing.
     """
+    try:
+        return list(_shared(config, rank, world_size))
+    except DataError:
+        if config.data.synthetic_on_fail:
+            return []
+        raise
+
+
+def _held_out(config: Config, world_size: int) -> list[npt.NDArray[np.int32]]:
     train = config.train
     wanted = train.eval_batches * train.batch_size * world_size
     limit_s = config.data.loader_timeout_s * train.eval_batches
     rows = within(limit_s, "the held-out text", lambda: _held_out_rows(config, wanted))
-    per_rank = len(rows) // world_size
-    if config.data.val_fraction and config.data.dataset != "synthetic" and not per_rank:
+    if config.data.val_fraction and len(rows) < world_size:
         raise DataError(
             f"{len(rows)} held-out samples of {train.seq_len} tokens are too few for {world_size} processes: raise "
             "data.val_fraction, lower train.seq_len, or set data.val_fraction: 0 to go without validation"
         )
+    return rows
+
+
+@functools.lru_cache(maxsize=1)  # every validation of a run uses the same ones; the source is read once
+def _shared(config: Config, rank: int, world_size: int) -> tuple[npt.NDArray[np.int32], ...]:
+    """One rank's batches; only when there is less than one whole batch is it a smaller one."""
+    rows = _held_out(config, world_size)
+    size, per_rank = config.train.batch_size, len(rows) // world_size
     own = rows[rank::world_size][:per_rank]
-    batches = [np.stack(own[i : i + train.batch_size]) for i in range(0, per_rank, train.batch_size)]
-    return [batch for i, batch in enumerate(batches) if i == 0 or len(batch) == train.batch_size]
+    batches = [np.stack(own[i : i + size]) for i in range(0, per_rank, size)]
+    return tuple(batch for i, batch in enumerate(batches) if i == 0 or len(batch) == size)
 
 
 def _held_out_rows(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:

@@ -80,6 +80,12 @@ def test_too_little_held_out_is_an_error_that_names_the_keys(tmp_path):
         validation_batches(local(tmp_path, train_seq_len=500))
 
 
+def test_where_noise_may_replace_the_data_there_is_no_validation_on_noise(tmp_path):
+    assert validation_batches(local(tmp_path / "missing", data_synthetic_on_fail=True)) == []
+    with pytest.raises(DataError, match="does not exist"):
+        validation_batches(local(tmp_path / "missing"))
+
+
 def test_without_a_held_out_part_there_is_no_validation(corpus):
     assert validation_batches(local(corpus, data_val_fraction=0.0)) == []
 
