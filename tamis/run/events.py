@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -56,4 +57,5 @@ def _event(line: str) -> dict[str, Any] | None:
 
 def write_anomaly(run: RunDirectory, alarm: Alarm) -> None:
     """First line: the kind, for programs; second: the reason, for people."""
-    write_text_atomic(run.anomaly, f"{alarm.kind}\n{alarm.reason}\n")
+    with contextlib.suppress(OSError):  # a full disk must not stop the one who looks after the run
+        write_text_atomic(run.anomaly, f"{alarm.kind}\n{alarm.reason}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -42,7 +43,8 @@ class Ladder:
             self.dump_stacks()
         self.events.record("halt", f"{reason}; asking for a halt")
         self._continue_stopped()
-        HaltFile(self.run.halt).request(BY_WATCHDOG + reason)
+        with contextlib.suppress(OSError):  # no room for a file: the next rung needs none
+            HaltFile(self.run.halt).request(BY_WATCHDOG + reason)
         if _within(self.grace.halt_s, has_ended):
             return
         self.events.record("term", f"no halt within {self.grace.halt_s:.0f} s; sending TERM")
@@ -60,7 +62,8 @@ class Ladder:
         _within(self.grace.dump_s, lambda: not any(self._will_answer(rank) for rank in self._without_dump(before)))
         for rank in self._without_dump(before):
             if self.ranks[rank].is_alive():
-                write_stackdump(self.run, rank, self.ranks[rank].pid)
+                with contextlib.suppress(OSError):
+                    write_stackdump(self.run, rank, self.ranks[rank].pid)
         written = sorted(path.name for path in set(self.run.stackdumps()) - before)
         self.events.record("stackdump", f"stacks of {len(written)} of {len(self.ranks)} ranks written", files=written)
 

@@ -64,8 +64,11 @@ class Sidecar:
 
     def dump(self) -> None:
         time.sleep(0.1)  # faulthandler writes in the same signal handler that woke us
-        path = write_stackdump(self.run, self.rank, self.worker.pid, self._fresh_python_stacks())
-        self.say(f"stacks of rank {self.rank} written to {path}")
+        try:
+            path = write_stackdump(self.run, self.rank, self.worker.pid, self._fresh_python_stacks())
+            self.say(f"stacks of rank {self.rank} written to {path}")
+        except OSError as error:
+            self.say(f"stacks of rank {self.rank} could not be written: {error}")
 
     def end_orphan(self) -> None:
         """A worker nobody supervises would train on unseen, and collide with the next launch."""

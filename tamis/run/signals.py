@@ -43,6 +43,8 @@ class StopSignals:
         self._signalled_at = 0.0
         self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone says no
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
+        has_parent = self.is_supervised or "TORCHELASTIC_RUN_ID" in os.environ
+        self._parent = os.getppid() if has_parent else None  # who started us from a shell may leave
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._stackdumps = stackdump.install(run, rank)
 
@@ -59,6 +61,8 @@ class StopSignals:
 
     @property
     def stop_requested(self) -> StopReason | None:
+        if self._parent is not None and os.getppid() != self._parent:
+            return self._signalled or "term"  # torchrun or the supervisor is gone
         if self._signalled is None and self._halt and self._halt.requested():
             return "halt"
         return self._signalled

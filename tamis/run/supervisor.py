@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -63,6 +63,7 @@ def launch(
     """
     run = RunDirectory(config.train.out_dir).create()
     log = log or run.train_log
+    log.parent.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run.lock)
     previous = lock.owner()
     lock.acquire("launch")
@@ -148,6 +149,7 @@ class Supervisor:
             alarm = alarm or self._watch(workers)
             self._pass_on_stop(workers)
             _sleep_until(workers.has_ended, self.options.look_every_s)
+        self._end_stragglers()
         workers.close()
         self.watcher.catch_up()
         self._forget_own_halt()
@@ -174,6 +176,20 @@ class Supervisor:
             send=workers.send,
             dump=alarm.severity == "stall",
         )
+
+    def _end_stragglers(self) -> None:
+        """Ranks that outlive a killed torchrun must be gone before the next start; most leave by themselves."""
+        self.watcher.catch_up()
+        ranks = list(self.watcher.processes.values())
+
+        def are_gone() -> bool:
+            return not any(process.is_alive() for process in ranks)
+
+        _sleep_until(are_gone, 1.0)
+        for number, patience_s in ((signal.SIGTERM, self.options.grace.term_s), (signal.SIGKILL, 5.0)):
+            for process in ranks:
+                process.send(number)
+            _sleep_until(are_gone, patience_s)
 
     def _forget_own_halt(self) -> None:
         """The watchdog's .HALT was for the attempt that has ended; one from a person still counts."""
@@ -243,7 +259,7 @@ class Supervisor:
 
     def _say(self, message: str) -> None:
         self.screen.say(message)
-        with open(self.log, "a", encoding="utf-8") as file:
+        with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
             file.write(message + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from tamis.run.lock import ProcessId
 from tamis.run.sidecar import SUPERVISOR_VARIABLE
 
 FOUND_BY = "scripts/train_showcase.py"  # operators stop and inspect runs with pkill -f and pgrep -f of this name
+PIPE_BYTES = 1 << 20  # room for what a worker prints while it saves, should nobody read it any more
 CHUNK = 4096  # what a pipe takes without blocking once it is writable
 
 
@@ -61,16 +63,20 @@ class Workers:
             SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
             LIVE_VARIABLE: "1" if os.isatty(1) else "0",
         }
+        reader, writer = os.pipe()
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=writer,
+            stderr=writer,
             env=environment,
+            pass_fds=(reader,),  # so that printing does not fail when we are killed, and it can still save
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops the workers in order
         )
-        self._reader = threading.Thread(target=self._stream, args=(log, screen), daemon=True)
-        self._reader.start()
+        os.close(writer)
+        self._streaming = threading.Thread(target=_stream, args=(reader, log, screen), daemon=True)
+        self._streaming.start()
 
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
@@ -88,7 +94,7 @@ class Workers:
     def close(self) -> None:
         """Wait for the last output; a helper that still holds the pipe is not waited for."""
         self.process.wait()
-        self._reader.join(timeout=5.0)
+        self._streaming.join(timeout=5.0)
 
     def _everything(self) -> list[psutil.Process]:
         try:
@@ -97,11 +103,12 @@ class Workers:
         except psutil.NoSuchProcess:
             return []
 
-    def _stream(self, log: Path, screen: Screen) -> None:
-        assert self.process.stdout is not None
-        source, log_filter = self.process.stdout.fileno(), LogFilter()
-        with open(log, "ab", buffering=0) as file:
-            while data := os.read(source, 1 << 16):
-                screen.write(data)
-                with contextlib.suppress(OSError):  # a full disk costs the log, not the run
-                    file.write(log_filter.feed(data))
+
+def _stream(source: int, log: Path, screen: Screen) -> None:
+    """Until everybody who could write has ended; whatever happens to screen and log, the pipe is emptied."""
+    log_filter = LogFilter()
+    with os.fdopen(source, "rb", buffering=0) as pipe, open(log, "ab", buffering=0) as file:
+        while data := pipe.read(1 << 16):
+            screen.write(data)
+            with contextlib.suppress(OSError):  # a full disk costs the log, not the run
+                file.write(log_filter.feed(data))

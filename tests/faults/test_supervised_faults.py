@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tamis.run.checkpoints import latest_valid_checkpoint
@@ -161,7 +162,7 @@ def test_a_soak_with_step_times_varying_tenfold_raises_no_alarm(launching) -> No
 
 
 def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_the_run(launching) -> None:
-    first = launching(ranks=2, steps=60, FAKE_STEP_S="0.05")
+    first = launching(ranks=2, steps=60, FAKE_STEP_S="0.05", FAKE_CHATTER="1000")
     first.until_step(7)
     workers = [ProcessId.of(first.worker_pid(rank)) for rank in (0, 1)]
     first.process.kill()
@@ -169,8 +170,61 @@ def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_th
     second = launching(ranks=2, steps=60)
     assert second.wait() == 0, second.told()
     assert not any(worker.is_alive() for worker in workers)
+    orphans = [beat for beat in second.beats() if beat.pid == workers[0].pid]
+    assert orphans[-1].phase == "halted"  # it could still print, save and say so
     assert_ends_as_unbroken(second)
     assert "adopt" in second.events()
+
+
+def test_ranks_that_outlive_a_killed_torchrun_are_gone_before_the_next_start(launching) -> None:
+    launched = launching(ranks=2, fault={"kind": "hang_in_compute", "rank": 1, "step": 13}, FAKE_STEP_S="0.03")
+    launched.until_step(13)
+    ranks = [ProcessId.of(launched.worker_pid(rank)) for rank in (0, 1)]
+    os.kill(psutil.Process(ranks[0].pid).ppid(), signal.SIGKILL)
+    launched.until(lambda: launched.events().count("start") == 2)
+    assert not any(rank.is_alive() for rank in ranks)
+    assert launched.wait() == 0, launched.told()
+    assert_ends_as_unbroken(launched)
+
+
+FULL_DISK = """
+import subprocess, sys, time
+from pathlib import Path
+disk, screen = Path(sys.argv[1]), Path(sys.argv[2])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)], check=True)
+from tests.faults.launched import Launched, assert_ends_as_unbroken, tiny_config
+outside = screen.open("wb")
+launched = Launched(tiny_config(disk / "out", steps=160), stdout=outside.fileno(), FAKE_STEP_S="0.05")
+launched.until_step(7)
+filler = disk / "filler"
+try:
+    with open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+except OSError:
+    pass
+deadline = time.monotonic() + 60
+while "disk_full" not in screen.read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+filler.unlink()
+assert launched.wait() == 0
+assert_ends_as_unbroken(launched)
+assert "restart" not in launched.events(), launched.events()
+"""
+
+
+def test_a_full_disk_is_told_and_neither_trainer_nor_supervisor_dies_of_it(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    script = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK]
+    result = subprocess.run(
+        [*script, str(tmp_path / "disk"), str(tmp_path / "screen")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stderr + (tmp_path / "screen").read_text()
 
 
 def test_two_launches_never_share_a_directory(launching) -> None:
