@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.spec import NSASpec
-from tamis.attention.tiles import LOG2E, padded, precision
+from tamis.attention.tiles import LOG2E, Tile, padded, precision
 
 PROGRAMS_WANTED = 528  # of the first launch: four for each multiprocessor of an H200
 MOST_SPLITS = 32  # of one branch; merging more costs more than the shorter walk saves
@@ -83,14 +83,13 @@ def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.con
     return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["N", "G", "queries_per_row", "first_key"])
+@triton.jit(do_not_specialize=["N", "G", "queries_per_row", "first_key", "x_cmp", "x_win", "x"])
 def _scan_kernel(
     q, positions, compressed, window, part, part_lse, part_reads, logits, arrived,
     stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, stride_wb, stride_wt, stride_w2, stride_wg,
-    N, G, queries_per_row, first_key, slots, scale,
+    N, G, queries_per_row, first_key, slots, x_cmp, x_win, x, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, X_CMP: tl.constexpr, X_WIN: tl.constexpr,
-    X: tl.constexpr,
+    DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -104,9 +103,9 @@ def _scan_kernel(
     m = tl.full([RP], float("-inf"), tl.float32)
     total = tl.zeros([RP], tl.float32)
     acc = tl.zeros([RP, DP], tl.float32)
-    if split < X_CMP:
+    if split < x_cmp:
         blocks = tl.maximum((seen_tokens - L + STRIDE) // STRIDE, 0)
-        share = tl.cdiv(tl.cdiv(blocks, X_CMP), BN) * BN
+        share = tl.cdiv(tl.cdiv(blocks, x_cmp), BN) * BN
         begin = split * share
         end = tl.minimum(begin + share, blocks)
         compressed += row * stride_cb + group * stride_cg
@@ -119,8 +118,8 @@ def _scan_kernel(
             tl.store(logits + r[:, None] * N + i[None, :], s, mask=(r < R)[:, None] & (i < end)[None, :])
     else:
         oldest = tl.maximum(seen_tokens - W, 0)
-        share = tl.cdiv(tl.cdiv(seen_tokens - oldest, X_WIN), BN) * BN
-        begin = oldest + (split - X_CMP) * share
+        share = tl.cdiv(tl.cdiv(seen_tokens - oldest, x_win), BN) * BN
+        begin = oldest + (split - x_cmp) * share
         end = tl.minimum(begin + share, seen_tokens)
         window += row * stride_wb + group * stride_wg
         for first in range(begin, end, BN):
@@ -129,7 +128,7 @@ def _scan_kernel(
                 q_tile, window, (t - first_key) % slots, t < end, column, stride_wt, stride_w2, m, total, acc, scale,
                 D, PRECISION,
             )  # fmt: skip
-    _store_split(part, part_lse, part_reads, qg * X + split, m, total, acc, tl.maximum(end - begin, 0), R, RP, D, DP)
+    _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, tl.maximum(end - begin, 0), R, RP, D, DP)
     if split == 0:
         tl.store(arrived + qg, 0)
 
@@ -175,25 +174,23 @@ def _best_blocks(logits, lse, N, blocks, newest, PIECES: tl.constexpr, PIECES_SE
 
 
 @triton.jit
-def _mixed_rows(part, part_lse, gates, r, X_CMP: tl.constexpr, X_WIN: tl.constexpr, X_SEL: tl.constexpr,
-                R: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, XP: tl.constexpr,
-                BX: tl.constexpr):  # fmt: skip
+def _mixed_rows(part, part_lse, gates, r, x_cmp, x_win, x_sel, R: tl.constexpr, RH: tl.constexpr, D: tl.constexpr,
+                DP: tl.constexpr, XP: tl.constexpr, BX: tl.constexpr):  # fmt: skip
     """`Σ gate · branch` from the splits of all branches, `[RH, DP]`."""
-    X: tl.constexpr = X_CMP + X_WIN + X_SEL
     column = tl.arange(0, DP)
-    lse_cmp = _branch_lse(part_lse, 0, X_CMP, R, RH, XP)
-    lse_win = _branch_lse(part_lse, X_CMP, X_WIN, R, RH, XP)
-    lse_sel = _branch_lse(part_lse, X_CMP + X_WIN, X_SEL, R, RH, XP)
+    lse_cmp = _branch_lse(part_lse, 0, x_cmp, R, RH, XP)
+    lse_win = _branch_lse(part_lse, x_cmp, x_win, R, RH, XP)
+    lse_sel = _branch_lse(part_lse, x_cmp + x_win, x_sel, R, RH, XP)
     gate_cmp = tl.load(gates + r * 3, mask=r < R, other=0.0).to(tl.float32)
     gate_sel = tl.load(gates + r * 3 + 1, mask=r < R, other=0.0).to(tl.float32)
     gate_win = tl.load(gates + r * 3 + 2, mask=r < R, other=0.0).to(tl.float32)
     mixed = tl.zeros([RH, DP], tl.float32)
-    for first in range(0, X, BX):
+    for first in range(0, x_cmp + x_win + x_sel, BX):
         x = first + tl.arange(0, BX)
-        is_cmp, is_win = (x < X_CMP)[:, None], (x < X_CMP + X_WIN)[:, None]
+        is_cmp, is_win = (x < x_cmp)[:, None], (x < x_cmp + x_win)[:, None]
         whole = tl.where(is_cmp, lse_cmp[None, :], tl.where(is_win, lse_win[None, :], lse_sel[None, :]))
         gate = tl.where(is_cmp, gate_cmp[None, :], tl.where(is_win, gate_win[None, :], gate_sel[None, :]))
-        mask = (x < X)[:, None] & (r < R)[None, :]
+        mask = (x < x_cmp + x_win + x_sel)[:, None] & (r < R)[None, :]
         lse = tl.load(part_lse + x[:, None] * R + r[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg")
         weight = gate * tl.exp2(lse - whole)
         at = part + (x[:, None] * R + r[None, :])[:, :, None] * D + column[None, None, :]
@@ -202,18 +199,17 @@ def _mixed_rows(part, part_lse, gates, r, X_CMP: tl.constexpr, X_WIN: tl.constex
     return mixed
 
 
-@triton.jit(do_not_specialize=["N", "G", "queries_per_row"])
+@triton.jit(do_not_specialize=["N", "G", "queries_per_row", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, N, G, queries_per_row, scale,
+    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, N, G, queries_per_row, x_cmp, x_win, x_sel, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr,
-    BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr, X_CMP: tl.constexpr, X_WIN: tl.constexpr,
-    X_SEL: tl.constexpr,
+    BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr,
 ):  # fmt: skip
     FREE: tl.constexpr = N_SEL - 3  # chosen by score; block 0 and the two newest are chosen always
     UNUSED: tl.constexpr = 2147483647
-    X: tl.constexpr = X_CMP + X_WIN + X_SEL
+    x = x_cmp + x_win + x_sel
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = qg // G, qg % G
@@ -223,7 +219,7 @@ def _finish_kernel(
     slot = tl.arange(0, NP)
     chosen = tl.where(slot <= newest, slot, UNUSED)  # early queries take every block there is
     if newest >= N_SEL:
-        lse = _branch_lse(part_lse + qg * X * R, 0, X_CMP, R, RH, XP)
+        lse = _branch_lse(part_lse + qg * x * R, 0, x_cmp, R, RH, XP)
         blocks = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
         chosen = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest - 1, newest))
         if FREE > 0:
@@ -242,8 +238,8 @@ def _finish_kernel(
     total = tl.zeros([RP], tl.float32)
     acc = tl.zeros([RP, DP], tl.float32)
     read = 0
-    SHARE: tl.constexpr = ((N_SEL * L_SEL + X_SEL - 1) // X_SEL + BN - 1) // BN * BN
-    for first in range(split * SHARE, min((split + 1) * SHARE, N_SEL * L_SEL), BN):
+    share = tl.cdiv(tl.cdiv(N_SEL * L_SEL, x_sel), BN) * BN
+    for first in range(split * share, tl.minimum((split + 1) * share, N_SEL * L_SEL), BN):
         place = first + tl.arange(0, BN)
         inside = place < N_SEL * L_SEL
         block = tl.gather(chosen, tl.where(inside, place // L_SEL, 0), 0)
@@ -254,19 +250,19 @@ def _finish_kernel(
             D, PRECISION,
         )  # fmt: skip
         read += tl.sum(seen.to(tl.int32), 0)
-    _store_split(part, part_lse, part_reads, qg * X + X_CMP + X_WIN + split, m, total, acc, read, R, RP, D, DP)
+    _store_split(part, part_lse, part_reads, qg * x + x_cmp + x_win + split, m, total, acc, read, R, RP, D, DP)
 
     tl.debug_barrier()  # every thread's share is stored before one of them says so
-    if tl.atomic_add(arrived + qg, 1) == X_SEL - 1:
+    if tl.atomic_add(arrived + qg, 1) == x_sel - 1:
         r = tl.arange(0, RH)
         mixed = _mixed_rows(
-            part + qg * X * R * D, part_lse + qg * X * R, gates + qg * R * 3, r, X_CMP, X_WIN, X_SEL, R, RH, D, DP, XP,
+            part + qg * x * R * D, part_lse + qg * x * R, gates + qg * R * 3, r, x_cmp, x_win, x_sel, R, RH, D, DP, XP,
             BX,
         )  # fmt: skip
         at = out + (qg * R + r)[:, None] * D + column[None, :]
         tl.store(at, mixed.to(out.dtype.element_ty), mask=(r < R)[:, None] & (column < D)[None, :])
-        x = tl.arange(0, XP)
-        counted = tl.load(part_reads + qg * X + x, mask=x < X, other=0, cache_modifier=".cg")
+        each = tl.arange(0, XP)
+        counted = tl.load(part_reads + qg * x + each, mask=each < x, other=0, cache_modifier=".cg")
         tl.store(reads + qg, tl.sum(counted, 0))
 
 
@@ -301,23 +297,25 @@ def decode(
     )
     out = torch.empty_like(q_QHD)
     shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "RP": max(16, triton.next_power_of_2(R)), "D": D, "DP": DP,
-             "PRECISION": precision(q_QHD.dtype), "X_CMP": splits.compressed, "X_WIN": splits.window}  # fmt: skip
-    keys, warps, stages = _tile(DP, q_QHD.dtype)
+             "PRECISION": precision(q_QHD.dtype)}  # fmt: skip
+    scan, finish = _tiles(DP, q_QHD.dtype)
     scale = D**-0.5 * LOG2E
     _scan_kernel[(Q * G, splits.compressed + splits.window)](
         q_QHD, positions_Q, compressed_BN2GD, window_BW2GD, part, part_lse, part_reads, logits, arrived,
         *q_QHD.stride()[:2], *compressed_BN2GD.stride()[:4], *window_BW2GD.stride()[:4],
-        N, G, Q // B, first_key, window_BW2GD.shape[1], scale, W=spec.w, X=X, BN=keys, **shape,
-        num_warps=warps, num_stages=stages,
+        N, G, Q // B, first_key, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
+        W=spec.w, BN=scan.keys, **shape,
+        num_warps=scan.warps, num_stages=scan.stages,
     )  # fmt: skip
     RH, NP = triton.next_power_of_2(R), triton.next_power_of_2(spec.n_sel)
     _finish_kernel[(Q * G, splits.selected)](
         q_QHD, positions_Q, selected_BT2GD, gates_QH3, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-        *q_QHD.stride()[:2], *selected_BT2GD.stride()[:4], N, G, Q // B, scale,
-        L_SEL=spec.l_sel, N_SEL=spec.n_sel, RH=RH, BN=keys, NP=NP,
+        *q_QHD.stride()[:2], *selected_BT2GD.stride()[:4], N, G, Q // B, splits.compressed, splits.window,
+        splits.selected, scale,
+        L_SEL=spec.l_sel, N_SEL=spec.n_sel, RH=RH, BN=finish.keys, NP=NP,
         BJ=_blocks_at_once(selected_BT2GD.shape[1], RH, NP, spec),
-        BX=max(1, min(16, MERGE_ELEMENTS // (RH * DP))), XP=triton.next_power_of_2(X), X_SEL=splits.selected, **shape,
-        num_warps=2 * warps, num_stages=stages,
+        BX=max(1, min(16, MERGE_ELEMENTS // (RH * DP))), XP=max(64, triton.next_power_of_2(X)), **shape,
+        num_warps=finish.warps, num_stages=finish.stages,
     )  # fmt: skip
     return out, ids, reads
 
@@ -338,8 +336,11 @@ def splits_for(programs: int, blocks: int, spec: NSASpec) -> Splits:
     )
 
 
-def _tile(padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys in a tile, warps, pipeline stages."""
+def _tiles(padded_dim: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """Of the scanning and the finishing kernel; rows are those of one group's heads, whatever their number."""
     if dtype == torch.float32:
-        return 32, 4, 1
-    return (128, 4, 3) if padded_dim <= 64 else (64, 4, 3) if padded_dim <= 128 else (32, 4, 2)
+        return Tile(16, 32, 4, 1), Tile(16, 32, 8, 1)
+    if padded_dim <= 64:
+        return Tile(16, 128, 4, 3), Tile(16, 128, 8, 3)
+    keys = 64 if padded_dim <= 128 else 32
+    return Tile(16, keys, 4, 3), Tile(16, keys, 8, 3)

@@ -107,14 +107,14 @@ def test_the_kernels_give_the_same_bits_twice() -> None:
 
 
 def test_a_tile_of_queries_goes_through_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tamis.attention.decode.QUERY_LOGITS", 2 * 6 * 4 * 23)  # four queries at a time
-    spec, start, tokens = SPECS[0], 91, 6
+    monkeypatch.setattr("tamis.attention.decode.QUERY_LOGITS", 2 * 2 * 23)  # two queries at a time
+    spec, start, tokens = SPECS[0], 91, 3
     generator = torch.Generator().manual_seed(0)
-    _, compressed, selected, _, _ = caches(spec, 2, start + tokens)
+    _, compressed, selected, _, _ = caches(spec, 2, start + tokens, groups=1, heads=1)
     compressed = compressed[:, : spec.compressed_blocks(start + tokens)]
-    q = torch.randn(2, tokens, 6, 16, generator=generator).to(DEVICE)
-    gates = torch.sigmoid(torch.randn(2, tokens, 6, 3, generator=generator)).to(DEVICE)
-    window = torch.randn(2, spec.w - 1 + tokens, 2, 2, 16, generator=generator).to(DEVICE)
+    q = torch.randn(2, tokens, 1, 16, generator=generator).to(DEVICE)
+    gates = torch.sigmoid(torch.randn(2, tokens, 1, 3, generator=generator)).to(DEVICE)
+    window = torch.randn(2, spec.w - 1 + tokens, 2, 1, 16, generator=generator).to(DEVICE)
     arguments = (q, compressed, selected, window, gates, spec, start, start - spec.w + 1)
     expected, ids = reference_tile(*arguments)
     got, chosen = tile_attention(*arguments, kernels=True)
