@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tamis.config import Config, load_config
 
 SHOWCASE = Path(__file__).parents[2] / "configs" / "train_showcase.yaml"
@@ -88,8 +90,10 @@ def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *argum
         context.Process(target=_be_rank, args=(rank, world_size, port, str(logs[rank]), body, arguments))
         for rank in range(world_size)
     ]
-    for process in processes:
-        process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)  # the suite interprets kernels; a trainer on a CPU does not
+        for process in processes:
+            process.start()
     try:
         yield Ranks(processes, logs)
     finally:

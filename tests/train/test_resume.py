@@ -1,0 +1,137 @@
+"""Exact resume: a run that is killed again and again, or moved to other processes, ends as if nothing had happened."""
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tamis.config import Config
+from tamis.data.loader import Batch, Loader
+from tamis.run.directory import RunDirectory
+from tamis.run.heartbeat import read_heartbeats
+from tamis.train import main
+from tamis.train.checkpoint import read_checkpoint
+from tamis.train.sharded_checkpoint import flatten
+from tests.train.processes import ranks, run_ranks, tiny_config, train_rank, wait_until
+
+KILLS = 10
+STEPS = 66
+
+
+def killed_config(out: Path) -> Config:
+    save = ["train.save_every=4", "train.eval_every=16", "train.keep_checkpoints=2"]
+    return tiny_config(out, f"train.steps={STEPS}", "train.accumulate_grad_batches=2", *save)
+
+
+def tensors(run: RunDirectory, step: int) -> dict[str, Tensor]:
+    return flatten(read_checkpoint(run.checkpoint(step), torch.device("cpu")))
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def rows(path: Path, measured_columns: int = 0) -> list[list[str]]:
+    """Of a CSV file, without its last columns that are measured times."""
+    cells = [line.split(",") for line in path.read_text().splitlines()]
+    return [row[: len(row) - measured_columns] for row in cells]
+
+
+def last_step(run: RunDirectory) -> int:
+    beats = read_heartbeats(run.heartbeat(0), tail=1)
+    return beats[-1].step if beats else 0
+
+
+def test_a_run_killed_ten_times_ends_bit_identical_to_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken, broken = killed_config(tmp_path / "unbroken"), killed_config(tmp_path / "broken")
+    run_ranks(tmp_path / "logs", 1, train_rank, unbroken)
+    run, dice = RunDirectory(broken.train.out_dir), random.Random(7)
+    for kill in range(KILLS):
+        at = kill * 6 + dice.randint(1, 6)
+        with ranks(tmp_path / f"kill{kill}", 1, train_rank, broken, "auto") as running:
+            wait_until(lambda at=at: last_step(run) >= at, f"step {at} has begun")
+            running.signal(0, signal.SIGKILL)
+            assert running.wait() == [-signal.SIGKILL]
+    assert last_step(run) < STEPS
+    run_ranks(tmp_path / "last", 1, train_rank, broken, "auto")
+    whole = RunDirectory(unbroken.train.out_dir)
+    assert_same_bits(tensors(run, STEPS), tensors(whole, STEPS))
+    assert rows(run.training_csv, measured_columns=1) == rows(whole.training_csv, measured_columns=1)
+    assert [int(row[0]) for row in rows(run.training_csv)[1:]] == list(range(1, STEPS + 1))
+    assert rows(run.val_csv) == rows(whole.val_csv) and len(rows(run.val_csv)) > 3
+
+
+# Other numbers of processes
+
+
+def noting_samples(config: Config, resume: str | None, note: str) -> int:
+    """Train, and write down every sample this rank was given, in order."""
+    deliver, given = Loader.next, []
+
+    def watched(loader: Loader) -> Batch:
+        batch = deliver(loader)
+        given.append(batch.tokens.copy())
+        np.save(f"{note}_{loader.rank}of{loader.world_size}.npy", np.stack(given))
+        return batch
+
+    Loader.next = watched  # type: ignore[method-assign]
+    return main.train_config(config, resume)
+
+
+def in_global_order(note: Path, world_size: int) -> np.ndarray:
+    """The samples of all ranks as one sequence: the ranks take turns."""
+    of_rank = [np.load(f"{note}_{rank}of{world_size}.npy") for rank in range(world_size)]
+    flat = [given.reshape(-1, given.shape[-1]) for given in of_rank]
+    return np.stack(flat, axis=1).reshape(-1, flat[0].shape[-1])
+
+
+def sized_config(out: Path, world_size: int, steps: int, parallel: str) -> Config:
+    share = [f"train.batch_size={4 // world_size}", f"train.steps={steps}", "train.save_every=4"]
+    schedule = ["train.lr_min_ratio=1.0", "train.warmup_steps=2"]  # so that it does not depend on `steps`
+    return tiny_config(out, *share, *schedule, f"runtime.parallel={parallel}")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_moved_from_one_process_to_two_and_back_sees_the_same_samples(tmp_path: Path, parallel: str) -> None:
+    unbroken, moved = tmp_path / "unbroken", tmp_path / "moved"
+    config = sized_config(unbroken, 1, 12, parallel)
+    run_ranks(tmp_path / "alone", 1, noting_samples, config, None, str(tmp_path / "alone"))
+    parts = []
+    for part, (world_size, steps) in enumerate([(1, 4), (2, 8), (1, 12)]):
+        config = sized_config(moved, world_size, steps, parallel)
+        note = tmp_path / f"part{part}"
+        run_ranks(tmp_path / f"logs{part}", world_size, noting_samples, config, "auto", str(note))
+        parts.append(in_global_order(note, world_size))
+    assert np.array_equal(np.concatenate(parts), in_global_order(tmp_path / "alone", 1))
+    assert RunDirectory(moved).checkpoint(8).is_dir() == (parallel == "fsdp")
+    found, expected = (np.array(losses(RunDirectory(path))) for path in (moved, unbroken))
+    assert len(found) == 12 and np.allclose(found, expected, rtol=1e-5)
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [float(row[1]) for row in rows(run.training_csv)[1:]]
+
+
+def test_a_finished_run_has_nothing_to_resume_and_says_so(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "train.steps=3")
+    run_ranks(tmp_path / "first", 1, train_rank, config)
+    before = RunDirectory(config.train.out_dir).training_csv.read_text()
+    with ranks(tmp_path / "again", 1, train_rank, config, "auto") as running:
+        assert running.wait() == [2]
+        assert "train.steps is 3: nothing to do" in running.log(0)
+    assert RunDirectory(config.train.out_dir).training_csv.read_text() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path: Path) -> None:
+    run_ranks(tmp_path / "first", 1, train_rank, tiny_config(tmp_path / "run", "train.steps=3"))
+    other: Any = tiny_config(tmp_path / "run", "train.steps=9", "nsa.w=32")
+    with ranks(tmp_path / "again", 1, train_rank, other, "auto") as running:
+        assert running.wait() == [2]
+        assert "nsa.w=64, but the configuration says 32" in running.log(0)
