@@ -87,3 +87,41 @@ def bench_decode(
     from tamis.bench.decode import bench_decode as measure
 
     measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
+
+
+@bench_app.command("needle")
+def bench_needle(
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a text; repeatable")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps")] = None,
+    seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Does selection learn? A small model is taught to find facts beyond its window; then each branch is taken away.
+
+    Example: tamis bench needle --length 64 --steps 220
+    """
+    loading_torch()
+    from tamis.bench.needle import Setting
+    from tamis.bench.needle import bench_needle as measure
+
+    default = Setting()
+    chosen = Setting(lengths=tuple(lengths or default.lengths), steps=steps or default.steps, seed=seed)
+    measure(chosen, device=device)
+
+
+@bench_app.command("positions")
+def bench_positions(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint_step{N}.pt, a run's directory, or an exported folder")],
+    scales: Annotated[list[float] | None, typer.Option("--scale", help="rope scales; repeatable")] = None,
+    reach: Annotated[int, typer.Option(min=1, help="how many trained lengths to read")] = 4,
+    sequences: Annotated[int, typer.Option(min=1, help="held-out sequences")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Perplexity of held-out text by position, beyond the trained length, for several position scales.
+
+    Example: tamis bench positions artifacts/train_showcase --scale 1 --scale 2
+    """
+    loading_torch()
+    from tamis.bench.positions import bench_positions as measure
+
+    measure(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)

@@ -21,7 +21,8 @@ from torch import Tensor
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E, Tile, padded, precision
 
-PROGRAMS_WANTED = 528  # of the first launch: four for each multiprocessor of an H200
+SCANS_WANTED = 528  # programs of the first launch: four for each multiprocessor of an H200
+FINISHES_WANTED = 132  # of the second: each chooses the blocks anew, so one for each multiprocessor
 MOST_SPLITS = 32  # of one branch; merging more costs more than the shorter walk saves
 SCORE_ELEMENTS = 8192  # (head, block) pairs scored at once, in registers
 MERGE_ELEMENTS = 8192  # (split, head, dim) numbers merged at once
@@ -328,11 +329,11 @@ def _blocks_at_once(capacity: int, heads: int, least: int, spec: NSASpec) -> int
 
 def splits_for(programs: int, blocks: int, spec: NSASpec) -> Splits:
     """Enough splits to fill the device when there are few (query, group) pairs, one when there are many."""
-    wanted = max(1, min(MOST_SPLITS, PROGRAMS_WANTED // programs))
+    scans, finishes = (max(1, min(MOST_SPLITS, n // programs)) for n in (SCANS_WANTED, FINISHES_WANTED))
     return Splits(
-        compressed=min(wanted, triton.cdiv(blocks, 128)),
-        window=min(wanted, triton.cdiv(spec.w, 128)),
-        selected=min(wanted, triton.cdiv(spec.n_sel * spec.l_sel, 128)),
+        compressed=min(scans, triton.cdiv(blocks, 128)),
+        window=min(scans, triton.cdiv(spec.w, 128)),
+        selected=min(finishes, triton.cdiv(spec.n_sel * spec.l_sel, 128)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -197,11 +197,3 @@ def _tell_ablations(ablations: dict[str, dict[str, float]]) -> None:
     print(f"{'without':12}{'facts':>8}{'filler':>8}   (chance for facts: {1 / VALUES:.2f})")
     for what, shares in ablations.items():
         print(f"{what:12}{shares['facts']:8.2f}{shares['filler']:8.2f}")
-
-
-def parse_lengths(text: str) -> Sequence[int]:
-    """`48,96` as a list, for the command line."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"lengths must be whole numbers with commas between them, got {text!r}") from None

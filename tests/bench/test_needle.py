@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.bench.needle import Setting, ablated, accuracies, accuracy_by_depth, bench_needle, parse_lengths
+from tamis.bench.needle import Setting, ablated, accuracies, accuracy_by_depth, bench_needle
 from tamis.bench.needle_task import ECHO, FILLERS, FIRST_ANSWER, FIRST_FACT, FIRST_QUESTION, VALUES, make_needles
 from tamis.model import Decoder
 
@@ -73,9 +73,3 @@ def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
     model = Decoder(setting.config())
     assert accuracies(model, setting, 64, 128)["facts"] < 0.4
     assert len(accuracy_by_depth(model, setting, 64, 128)) == 5
-
-
-def test_lengths_are_read_from_the_command_line() -> None:
-    assert parse_lengths("64,128") == (64, 128)
-    with pytest.raises(ValueError, match="'64,long'"):
-        parse_lengths("64,long")
