@@ -17,6 +17,7 @@ from tamis.run import checkpoints
 from tamis.run.directory import RunDirectory
 
 EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
+Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -99,13 +100,14 @@ def require_same_model(source: Path, found: Config, expected: Config) -> None:
             )
 
 
-def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
-    """Where the weights were found, the weights, the configuration as a tree, and the step."""
+def _read(path: Path) -> Found:
     if not path.exists():
-        raise ValueError(f"{path} does not exist: give a checkpoint_step….pt, a run directory or an exported folder")
+        raise ValueError(f"{path} does not exist: give a checkpoint, a run directory, an exported folder or weights")
     if path.is_dir() and (path / EXPORTED_WEIGHTS).exists():
         return _read_export(path)
-    if path.is_dir():
+    if path.suffix == ".safetensors":
+        return _read_weights(path)
+    if path.is_dir() and path.suffix != ".pt":  # a sharded checkpoint is a folder named like the file
         step = checkpoints.latest_valid_checkpoint(path)
         if step is None:
             raise ValueError(f"{path} holds no valid checkpoint and no {EXPORTED_WEIGHTS}")
@@ -113,16 +115,34 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
     return _read_checkpoint(path)
 
 
-def _read_checkpoint(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
+def _read_checkpoint(path: Path) -> Found:
     checkpoints.require_valid(path)
-    try:  # mapped, so that the optimizer's state is never read
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        if path.is_dir():
+            from tamis.train.checkpoint import read_checkpoint
+
+            state = read_checkpoint(path, torch.device("cpu"))
+        else:  # mapped, so that the optimizer's state is never read
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return path, dict(state["model"]), dict(state["config"]), int(state["step"])
     except Exception as error:  # whatever a foreign file makes of torch.load; the message keeps its words
         raise ValueError(f"{path} is not a checkpoint of this trainer: {error!r}") from None
 
 
-def _read_export(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], int]:
+def _read_weights(path: Path) -> Found:
+    """Plain weights, as `tamis convert` writes them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        return path, weights, json.loads(about["tamis_config"]), int(about["tamis_step"])
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a file that `tamis convert` wrote: {error!r}") from None
+
+
+def _read_export(folder: Path) -> Found:
     from safetensors.torch import load_file
 
     try:

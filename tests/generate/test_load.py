@@ -18,8 +18,10 @@ from tests.generate.test_sample import small_config, small_model
 
 
 def save(folder: Path, model: Decoder, step: int = 7, config: Config | None = None) -> Path:
+    """A checkpoint as the trainer writes it, of a run whose optimizer has not stepped yet."""
     run = RunDirectory(folder).create()
-    state = {"model": model.state_dict(), "config": (config or model.config).model_dump(), "step": step}
+    state = {"model": model.state_dict(), "config": (config or model.config).model_dump(), "step": step,
+             "optimizer": {}, "rng": torch.get_rng_state()}  # fmt: skip
     torch.save(state, run.checkpoint(step))
     checkpoints.write_manifest(run, step, config_hash=model.config.hash)
     return run.checkpoint(step)
@@ -140,3 +142,23 @@ def test_no_prompt_or_an_empty_one_is_refused(prompts, content, tmp_path: Path) 
 def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"missing\.txt cannot be read"):
         gather_prompts(None, tmp_path / "missing.txt")
+
+
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+def test_what_convert_writes_is_loaded(kind: str, tmp_path: Path) -> None:
+    from tamis.train.convert import convert
+
+    model = small_model()
+    name = "checkpoint_step7.pt" if kind == "folder" else "weights.safetensors"
+    converted = convert(save(tmp_path / "a", model), tmp_path / "b" / name, kind)  # type: ignore[arg-type]
+    loaded = load_model(converted, device="cpu")
+    assert loaded.step == 7
+    assert torch.equal(loaded.model.embedding.weight, model.embedding.weight)
+
+
+def test_safetensors_of_another_origin_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="is not a file that `tamis convert` wrote"):
+        load_model(tmp_path / "other.safetensors")
