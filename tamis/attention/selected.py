@@ -1,5 +1,10 @@
 """Attention over the chosen blocks, forward and backward, as plain functions over Triton kernels.
 
+Two forms compute it. `selected_union`: a tile of neighbouring queries walks the union of its blocks; best where that
+union is short. `selected_pairs`: each block meets the queries that chose it; best where neighbours choose differently.
+The forward pass counts each tile's union on the device and takes the better form tile by tile; the backward pass always
+takes the pairs, whose work is exact, and which gives all three gradients in one sweep.
+
 Shapes: B batch, S tokens, H query heads, G key/value groups, D head dim, n = n_sel.
 """
 
@@ -7,16 +12,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tamis.attention import selected_pairs
+from tamis.attention import selected_pairs, selected_union
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import unit_last_stride
+
+DENSE_UP_TO = 4  # times n_sel blocks: in sequences this short the union beats the lists whatever was chosen; measured
 
 
 def selected_forward(
     q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32; 0 and −inf where nothing is seen."""
-    q, k, v, ids = (_unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn))
-    return selected_pairs.forward(q, k, v, ids, spec)
+    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
+
+    Rows that see nothing give 0 and −inf.
+    """
+    q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn))
+    if spec.selection_blocks(q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
+        out, lse, _ = selected_union.forward(q, k, v, ids, spec, every_tile=True)
+        return out, lse
+    tiles_with_short_unions = selected_union.forward(q, k, v, ids, spec, every_tile=False)
+    return selected_pairs.forward(q, k, v, ids, spec, rest_of=tiles_with_short_unions)
 
 
 def selected_backward(
@@ -34,11 +49,7 @@ def selected_backward(
     accumulate_dq: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v; q's is written to `dq`, or added to it. `dout` is the gradient of the mixed output."""
-    q, k, v, ids, dout = (_unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
+    q, k, v, ids, dout = (unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
     gates = gates_BSH3[..., branch]
     lse, delta = lse_BHS.contiguous(), delta_BHS.contiguous()
     return selected_pairs.backward(q, k, v, ids, lse, dout, gates, delta, dq_BSHD, spec, accumulate_dq)
-
-
-def _unit_last_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

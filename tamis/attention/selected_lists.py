@@ -1,12 +1,13 @@
 """Which queries chose each block: the inverse of the selection, built on the device without asking the host.
 
 A *pair* is one query token together with one of its chosen blocks. The backward pass, and the forward pass of long
-sequences, keep a block's keys and values at hand and walk the tokens that chose it: they need the pairs sorted by block.
-Tokens are ascending within a list, always: the order of summation is fixed, so the same inputs give the same bits.
+sequences, keep a block's keys and values at hand and walk the tokens that chose it, and so need the pairs sorted by
+block. Tokens are ascending within a list: the order of summation is fixed, so the same inputs give the same bits.
 
 Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
-chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment, group
-and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most `ITEM` tokens.
+chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment,
+group and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most
+`ITEM` tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.selected_union import Unions
 from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
-CHUNK = 8192  # fewest tokens per chunk: shorter chunks leave short lists
-CHUNKS = 8  # most chunks of a call: bounds what is kept per pair to n_sel / CHUNKS times the size of q
+LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 WORD = 32  # tokens per word of marks
 
@@ -42,9 +43,10 @@ class Layout:
     segments_per_chunk: int
 
     @classmethod
-    def of(cls, ids_BSGn: Tensor, spec: NSASpec, chunk: int | None = None) -> Layout:
+    def of(cls, ids_BSGn: Tensor, spec: NSASpec, chunks: int, chunk: int | None = None) -> Layout:
+        """At most about `chunks` chunks, or chunks of about `chunk` tokens."""
         batch, tokens, groups, slots = ids_BSGn.shape
-        chunk = chunk or max(CHUNK, -(-batch * tokens // CHUNKS))
+        chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
         parts = -(-tokens // chunk)
         segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
         segments_per_chunk = min(max(1, chunk // segment), batch * parts)
@@ -99,36 +101,40 @@ class Chunk:
     list_items: Tensor  # int32 [lists]: its number of items
 
 
-def chunks_of_pairs(ids_BSGn: Tensor, layout: Layout) -> Iterator[Chunk]:
-    """All chunks in order. The lists of several chunks are built together as long as their marks stay small."""
+def chunks_of_pairs(ids_BSGn: Tensor, layout: Layout, unions: Unions | None = None) -> Iterator[Chunk]:
+    """All chunks in order; without the tokens whose tile walks its union. Lists of several chunks are built together as
+    long as their marks stay small."""
     ids_BSGn = ids_BSGn.contiguous()
     mark_bytes = layout.lists_per_chunk * layout.words * 3 * 4
     together = max(1, min(layout.chunks, MARK_BYTES // mark_bytes))
     for first_chunk in range(0, layout.chunks, together):
-        yield from _build_span(ids_BSGn, layout, first_chunk, min(together, layout.chunks - first_chunk))
+        yield from _build_span(ids_BSGn, layout, unions, first_chunk, min(together, layout.chunks - first_chunk))
 
 
-def _build_span(ids_BSGn: Tensor, layout: Layout, first_chunk: int, chunks: int) -> Iterator[Chunk]:
+def _build_span(
+    ids_BSGn: Tensor, layout: Layout, unions: Unions | None, first_chunk: int, chunks: int
+) -> Iterator[Chunk]:
     first_segment = first_chunk * layout.segments_per_chunk
     last_segment = min(layout.segments, first_segment + chunks * layout.segments_per_chunk)
     first_token, last_token = layout.first_token(first_segment), layout.first_token(last_segment)
     per_token = layout.groups * layout.slots
     lists = chunks * layout.lists_per_chunk
-    like = {"dtype": torch.int32, "device": ids_BSGn.device}
+    device = ids_BSGn.device
 
-    marks, counts = torch.zeros(2, lists * layout.words, **like)
-    pairs = torch.empty((last_token - first_token) * per_token, **like)
+    marks, counts = torch.zeros((2, lists * layout.words), dtype=torch.int32, device=device)
+    pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
+    union_counts = unions.counts if unions else counts
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (triton.cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
-    constants = {"G": layout.groups, "N": layout.slots, "BLOCK": 1024}
-    _mark_pairs[grid](ids_BSGn, marks, counts, *bounds, *geometry, **constants)
+    constants = {"G": layout.groups, "N": layout.slots, "TILE": unions.tile if unions else None, "BLOCK": 1024}
+    _mark_pairs[grid](ids_BSGn, union_counts, marks, counts, *bounds, *geometry, **constants)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    _place_pairs[grid](ids_BSGn, marks, ends, pairs, *bounds, *geometry, **constants)
+    _place_pairs[grid](ids_BSGn, union_counts, marks, ends, pairs, *bounds, *geometry, **constants)
 
-    items = torch.zeros(3, chunks, layout.items_per_chunk, **like)
+    items = torch.zeros((3, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
     item_list, item_start, item_count = items
-    list_first, list_items = torch.empty(2, chunks, layout.lists_per_chunk, **like)
+    list_first, list_items = torch.empty((2, chunks, layout.lists_per_chunk), dtype=torch.int32, device=device)
     _cut_lists[(chunks,)](
         ends, item_list, item_start, item_count, list_first, list_items,
         layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, BLOCK=1024,
@@ -141,8 +147,10 @@ def _build_span(ids_BSGn: Tensor, layout: Layout, first_chunk: int, chunks: int)
 
 
 @triton.jit
-def _locate_pairs(ids, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, BLOCK):
-    """For a tile of pairs: whether each exists, its word among the marks, its bit there, and what a list stores of it."""
+def _locate_pairs(
+    ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
+):
+    """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(ids + pair, mask=pair < last, other=-1)
     exists = block >= 0
@@ -151,6 +159,9 @@ def _locate_pairs(ids, first, last, first_segment, tokens, segment, per_sequence
     token = pair // (N * G)
     sequence = token // tokens
     place = (token % tokens).to(tl.int32)
+    if TILE is not None:  # tiles that walk their union need no lists
+        tile = (sequence * G + group) * tl.cdiv(tokens, TILE) + place // TILE
+        exists = exists & (tl.load(union_counts + tile * 2, mask=exists, other=0) < 0)
     in_segment = place % segment
     list_id = ((sequence * per_sequence + place // segment - first_segment) * G + group) * blocks + block
     return exists, list_id * words + in_segment // 32, in_segment % 32, in_segment * N + slot
@@ -167,12 +178,12 @@ def _count_bits(word):
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
-    ids, marks, counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    ids, union_counts, marks, counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per pair. Integer atomics give the same result in any order."""
     exists, word, bit, _ = _locate_pairs(
-        ids, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, BLOCK
+        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
     )
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
@@ -181,12 +192,12 @@ def _mark_pairs(
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _place_pairs(
-    ids, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    ids, union_counts, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each pair to its place: behind all pairs of earlier words, and of earlier tokens in its own word."""
     exists, word, bit, stored = _locate_pairs(
-        ids, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, BLOCK
+        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
     )
     mark = tl.load(marks + word, mask=exists, other=0)
     end = tl.load(ends + word, mask=exists, other=0)

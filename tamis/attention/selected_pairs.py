@@ -10,6 +10,8 @@ Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D h
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,36 +19,51 @@ from torch import Tensor
 
 from tamis.attention.selected_lists import ITEM, Chunk, Layout, chunks_of_pairs
 from tamis.attention.selected_rows import LOG2E, config, key_tiles, load_rows, store_rows
+from tamis.attention.selected_union import Unions
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import padded, precision
 
+# Chunks of a large call: fewer make longer lists and take more memory, n_sel / chunks times the size of q.
+FORWARD_CHUNKS = 4
+BACKWARD_CHUNKS = 8  # memory is short here: the outputs of all branches and all gradients are there too
+
 
 def forward(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, chunk: int | None = None
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    rest_of: tuple[Tensor, Tensor, Unions] | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp of the selected branch."""
+    """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over."""
     batch, tokens, heads, dim = q_BSHD.shape
-    layout = Layout.of(ids_BSGn, spec, chunk)
+    layout = Layout.of(ids_BSGn, spec, FORWARD_CHUNKS, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = _forward_config(q_BSHD, sizes)
-    out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+    if rest_of is None:
+        out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
+        lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+        unions = None
+    else:
+        out, lse, unions = rest_of
     pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
     part_out = torch.empty((pair_rows, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
     merge_grid, merge_sizes = _merge_launch(layout, sizes)
     scale = dim**-0.5 * LOG2E
-    for lists in chunks_of_pairs(ids_BSGn, layout):
+    for lists in chunks_of_pairs(ids_BSGn, layout, unions):
         _forward_items[(layout.items_per_chunk, parts)](
             q_BSHD, k_BSGD, v_BSGD, part_out, part_lse, *_item_arguments(lists, layout), scale,
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
         _merge_outputs[merge_grid](
-            part_out, part_lse, ids_BSGn, out, lse, lists.first_segment, layout.segments_per_sequence, layout.segment,
-            tokens, layout.segments, *ids_BSGn.stride()[:3],
-            **merge_sizes,
+            part_out, part_lse, ids_BSGn, unions.counts if unions else ids_BSGn, out, lse, lists.first_segment,
+            layout.segments_per_sequence, layout.segment, tokens, layout.segments, *ids_BSGn.stride()[:3],
+            TILE=unions.tile if unions else None, **merge_sizes,
         )  # fmt: skip
     return out, lse
 
@@ -67,7 +84,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone."""
     batch, tokens, _, dim = q_BSHD.shape
-    layout = Layout.of(ids_BSGn, spec, chunk)
+    layout = Layout.of(ids_BSGn, spec, BACKWARD_CHUNKS, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
     settings = _backward_config(q_BSHD, sizes)
@@ -114,7 +131,7 @@ def _gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) ->
     return statistics
 
 
-def _sizes(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, int | str]:
+def _sizes(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, Any]:
     """Compile-time sizes: keys at hand BN (a power of two), SUB such tiles per block, padded head dim BD."""
     heads, dim = q_BSHD.shape[2:]
     keys, parts = key_tiles(spec)
@@ -144,16 +161,18 @@ def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
     return tl.int32 if reach < 2**31 else tl.int64
 
 
-def _forward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
+def _forward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
     """Rows per tile, warps and pipeline stages."""
     if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
-        return config(max(32, triton.next_power_of_2(sizes["R"])), 4, 1)
-    return config(128, 4 if sizes["BD"] <= 64 else 8, 3)
+        return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
+    return config(64, 4, 3)
 
 
-def _backward_config(q_BSHD: Tensor, sizes: dict) -> dict[str, int]:
-    if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
-        return config(max(32, triton.next_power_of_2(sizes["R"])), 4, 1)
+def _backward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
+    if q_BSHD.dtype == torch.float32:
+        return config(max(32 if sizes["BD"] <= 64 else 16, triton.next_power_of_2(sizes["R"])), 8, 1)
+    if sizes["BD"] > 128:
+        return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
     return config(64, 4, 3) if sizes["BD"] <= 64 else config(64, 8, 2)
 
 
@@ -197,11 +216,16 @@ def _masked_tiles(
 
 @triton.jit
 def _pairs_of_tile(pairs, tile, start, count, R: tl.constexpr, ROWS: tl.constexpr):
-    """The pair of every row of a tile of tokens × heads, −1 where the row does not exist."""
+    """The pair of every row of a tile of tokens × heads; rows that do not exist get the segment's first, harmlessly."""
+    entry = tile * (ROWS // R) + tl.arange(0, ROWS) // R
+    return tl.load(pairs + start + entry, mask=entry < count, other=0)
+
+
+@triton.jit
+def _rows_of_tile(tile, count, R: tl.constexpr, ROWS: tl.constexpr):
+    """Which rows of a tile exist. Asked where results are used: a mask made for the loads would stay in registers."""
     row = tl.arange(0, ROWS)
-    entry = tile * (ROWS // R) + row // R
-    live = (row < (ROWS // R) * R) & (entry < count)
-    return tl.load(pairs + start + entry, mask=live, other=-1)
+    return (row < (ROWS // R) * R) & (tile * (ROWS // R) + row // R < count)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -239,14 +263,14 @@ def _forward_items(
     masked_tiles = _masked_tiles(
         pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
+    always = tl.full((ROWS,), True, tl.int1)
     next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
-        pair = tl.maximum(next_pair, 0)
-        live = next_pair >= 0
+        pair = next_pair
         next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
-        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
+        q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if tile < masked_tiles:
             s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
@@ -256,6 +280,7 @@ def _forward_items(
         total = tl.sum(p, 1)
         o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         o = o * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        live = _rows_of_tile(tile, count, R, ROWS)
         row = pair.to(OFFSET) * (SUB * R) + head
         store_rows(part_out, row * D, o, live, D, BD)
         tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
@@ -266,8 +291,8 @@ def _rows_of_merge(
     ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the token's
-    number within the chunk and group, and how many slots it uses."""
+    """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the
+    token's number within the chunk and group, and how many slots it uses."""
     row = tl.arange(0, ROWS)
     in_segment = tl.program_id(0) * (ROWS // R) + row // R
     segment_group = tl.program_id(1)
@@ -287,14 +312,21 @@ def _rows_of_merge(
 
 @triton.jit(do_not_specialize=["first_segment"])
 def _merge_outputs(
-    part_out, part_lse, ids, out, lse, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
+    part_out, part_lse, ids, union_counts, out, lse, first_segment, per_sequence, segment, tokens, segments,
+    i_b, i_s, i_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
     live, sequence, token, head, local_token, used = _rows_of_merge(
         ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, N, BS, ROWS
     )
+    if TILE is not None:  # the rest was finished tile by tile
+        tile = (sequence * G + head // R) * tl.cdiv(tokens, TILE) + token // TILE
+        live = live & (tl.load(union_counts + tile * 2, mask=live, other=0) < 0)
+        used = tl.where(live, used, 0)
+        if tl.max(live.to(tl.int32), 0) == 0:
+            return
     first_part = local_token * (N * SUB) * R + head % R
     part = tl.arange(0, BP)
     tops = tl.load(
@@ -374,19 +406,21 @@ def _backward_items(
     masked_tiles = _masked_tiles(
         pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
+    always = tl.full((ROWS,), True, tl.int1)
     next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
-        pair = tl.maximum(next_pair, 0)
-        live = next_pair >= 0
+        pair = next_pair
         next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
-        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
-        do_tile = load_rows(dout, in_segment * o_s + head * o_h, live, D, BD)
+        q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
+        do_tile = load_rows(dout, in_segment * o_s + head * o_h, always, D, BD)
         row_statistics = statistics + in_segment * (G * R) + head
-        row_lse = tl.load(row_statistics, mask=live, other=float("inf"))
-        row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
-        row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
+        row_lse = tl.load(row_statistics)
+        row_delta = tl.load(row_statistics + rows)
+        row_gate = tl.load(row_statistics + 2 * rows)
+        live = _rows_of_tile(tile, count, R, ROWS)
+        row_lse = tl.where(live, row_lse, float("inf"))  # p = 0: rows that do not exist add nothing
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
         p = tl.exp2(s * scale - row_lse[:, None])
@@ -406,9 +440,9 @@ def _backward_items(
         )  # fmt: skip
     else:
         row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
-        always = tl.full((BN,), True, tl.int1)
-        store_rows(part_dk, row * D, dk, always, D, BD)
-        store_rows(part_dv, row * D, dv, always, D, BD)
+        every_key = tl.full((BN,), True, tl.int1)
+        store_rows(part_dk, row * D, dk, every_key, D, BD)
+        store_rows(part_dv, row * D, dv, every_key, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -472,9 +506,12 @@ def _add_key_gradients(
     key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
-    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
-    store_rows(dk, target, dk_acc * scale, live & last, D, BD)
-    store_rows(dv, target, dv_acc, live & last, D, BD)
+    if part > 0:
+        dk_acc += load_rows(dk_sum, target, live, D, BD).to(tl.float32)
+        dv_acc += load_rows(dv_sum, target, live, D, BD).to(tl.float32)
+    if last:
+        store_rows(dk, target, dk_acc * scale, live, D, BD)
+        store_rows(dv, target, dv_acc, live, D, BD)
+    else:
+        store_rows(dk_sum, target, dk_acc, live, D, BD)
+        store_rows(dv_sum, target, dv_acc, live, D, BD)

@@ -18,7 +18,18 @@ from tamis.attention.selected_lists import ITEM, Layout, chunks_of_pairs  # isor
 from tamis.attention.spec import NSASpec  # isort: skip
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
-FORMS = {"pairs": selected_pairs.forward, "union": selected_union.forward}
+
+
+def union_of_every_tile(*inputs):  # type: ignore[no-untyped-def]
+    out, lse, _ = selected_union.forward(*inputs)
+    return out, lse
+
+
+def union_of_short_tiles(*inputs):  # type: ignore[no-untyped-def]
+    return selected_pairs.forward(*inputs, rest_of=selected_union.forward(*inputs, every_tile=False))
+
+
+FORMS = {"pairs": selected_pairs.forward, "union": union_of_every_tile, "mixed": union_of_short_tiles}
 
 
 def random_ids(spec: NSASpec, batch: int, tokens: int, groups: int, generator: torch.Generator) -> Tensor:
@@ -98,7 +109,7 @@ def test_both_forms_agree_with_the_reference(form, shape, dtype) -> None:  # typ
 
 def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> None:
     case = Case(tokens=75, heads=3, batch=2)
-    assert Layout.of(case.ids, case.spec, chunk=32).segments_per_sequence == 3
+    assert Layout.of(case.ids, case.spec, 1, chunk=32).segments_per_sequence == 3
     assert_agrees(case.measured(FORMS["pairs"], backward_of_pairs, chunk=32), case.expected())
 
 
@@ -164,7 +175,7 @@ def test_same_inputs_give_the_same_bits() -> None:
 
 def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
     case = Case(tokens=300, groups=2, heads=1, batch=2)
-    layout = Layout.of(case.ids, case.spec, chunk=600)
+    layout = Layout.of(case.ids, case.spec, 1, chunk=600)
     (chunk,) = chunks_of_pairs(case.ids, layout)
     found = []
     for list_id, start, count in zip(
