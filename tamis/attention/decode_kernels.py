@@ -5,7 +5,7 @@ log-sum-exp, and the compressed logits. `_finish_kernel` scores and chooses the 
 tokens, and the last program of a group to arrive mixes all splits of all branches under the gates, in a fixed order.
 
 Shapes: Q queries, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, then window, then
-selected), 2: key, then value. Logits and log-sum-exps are in base 2.
+selected), 2: key, then value; `columns` of logits hold one piece of a selection block each. Logits and log-sum-exps are in base 2.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -84,12 +84,12 @@ def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.con
     return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["N", "G", "queries_per_row", "first_key", "x_cmp", "x_win", "x"])
+@triton.jit(do_not_specialize=["G", "queries_per_row", "first_key", "x_cmp", "x_win", "x"])
 def _scan_kernel(
     q, positions, compressed, window, part, part_lse, part_reads, logits, arrived,
     stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, stride_wb, stride_wt, stride_w2, stride_wg,
-    N, G, queries_per_row, first_key, slots, x_cmp, x_win, x, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
+    columns, G, queries_per_row, first_key, slots, x_cmp, x_win, x, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     qg = tl.program_id(0).to(tl.int64)
@@ -110,13 +110,16 @@ def _scan_kernel(
         begin = split * share
         end = tl.minimum(begin + share, blocks)
         compressed += row * stride_cb + group * stride_cg
-        logits += qg * R * N
+        PIECES_SEL: tl.constexpr = L_SEL // STRIDE
+        logits += qg * R * PIECES_SEL * columns
         for first in range(begin, end, BN):
             i = first + n
             m, total, acc, s = _softmax_step(
                 q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, D, PRECISION
             )
-            tl.store(logits + r[:, None] * N + i[None, :], s, mask=(r < R)[:, None] & (i < end)[None, :])
+            # Block i is kept at [i % PIECES_SEL, i // PIECES_SEL]: what scoring reads together lies together.
+            at = logits + r[:, None] * PIECES_SEL * columns + (i % PIECES_SEL * columns + i // PIECES_SEL)[None, :]
+            tl.store(at, s, mask=(r < R)[:, None] & (i < end)[None, :])
     else:
         oldest = tl.maximum(seen_tokens - W, 0)
         share = tl.cdiv(tl.cdiv(seen_tokens - oldest, x_win), BN) * BN
@@ -150,7 +153,7 @@ def _branch_lse(part_lse, first, splits, R: tl.constexpr, RH: tl.constexpr, XP: 
 
 
 @triton.jit
-def _best_blocks(logits, lse, N, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, FREE: tl.constexpr,
+def _best_blocks(logits, lse, columns, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, FREE: tl.constexpr,
                  R: tl.constexpr, RH: tl.constexpr, NP: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
     """Ids of the FREE best-scored blocks among 1 … newest−2, best first, in the first FREE of NP slots."""
     r = tl.arange(0, RH)
@@ -163,7 +166,9 @@ def _best_blocks(logits, lse, N, blocks, newest, PIECES: tl.constexpr, PIECES_SE
         for offset in tl.range(1 - PIECES, PIECES_SEL, loop_unroll_factor=min(8, PIECES + PIECES_SEL - 1)):
             i = j * PIECES_SEL + offset
             inside = candidate & (i >= 0) & (i < blocks)
-            at = logits + r[:, None] * N + i[None, :]
+            shifted = offset + PIECES * PIECES_SEL  # not negative, so that quotient and rest are whole
+            place = shifted % PIECES_SEL * columns + j + shifted // PIECES_SEL - PIECES
+            at = logits + r[:, None] * PIECES_SEL * columns + place[None, :]
             s = tl.load(at, mask=inside[None, :] & (r < R)[:, None], other=float("-inf"))
             overlap = tl.minimum(offset + PIECES, PIECES_SEL) - tl.maximum(offset, 0)
             score += tl.sum(tl.exp2(s - lse[:, None]), 0) * overlap
@@ -200,10 +205,10 @@ def _mixed_rows(part, part_lse, gates, r, x_cmp, x_win, x_sel, R: tl.constexpr, 
     return mixed
 
 
-@triton.jit(do_not_specialize=["N", "G", "queries_per_row", "x_cmp", "x_win", "x_sel"])
+@triton.jit(do_not_specialize=["G", "queries_per_row", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, N, G, queries_per_row, x_cmp, x_win, x_sel, scale,
+    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, columns, G, queries_per_row, x_cmp, x_win, x_sel, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr,
     BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr,
@@ -225,7 +230,18 @@ def _finish_kernel(
         chosen = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest - 1, newest))
         if FREE > 0:
             best = _best_blocks(
-                logits + qg * R * N, lse, N, blocks, newest, L // STRIDE, L_SEL // STRIDE, FREE, R, RH, NP, BJ
+                logits + qg * R * (L_SEL // STRIDE) * columns,
+                lse,
+                columns,
+                blocks,
+                newest,
+                L // STRIDE,
+                L_SEL // STRIDE,
+                FREE,
+                R,
+                RH,
+                NP,
+                BJ,
             )
             chosen = tl.where(slot < FREE, best, chosen)
     chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
@@ -288,32 +304,33 @@ def decode(
     R, DP = H // G, padded(D)
     splits = splits or splits_for(Q * G, N, spec)
     X = splits.total
+    columns = 16 * triton.cdiv(triton.cdiv(N, spec.pieces_per_selected), 16)
     part, part_lse, logits = (
         torch.empty(*shape, dtype=torch.float32, device=q_QHD.device)
-        for shape in ((Q, G, X, R, D), (Q, G, X, R), (Q, G, R, N))
+        for shape in ((Q, G, X, R, D), (Q, G, X, R), (Q, G, R, spec.pieces_per_selected, columns))
     )
     part_reads, arrived, reads, ids = (
         torch.empty(*shape, dtype=torch.int32, device=q_QHD.device)
         for shape in ((Q, G, X), (Q, G), (Q, G), (Q, G, spec.n_sel))
     )
     out = torch.empty_like(q_QHD)
-    shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "RP": max(16, triton.next_power_of_2(R)), "D": D, "DP": DP,
+    shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)), "D": D, "DP": DP,
              "PRECISION": precision(q_QHD.dtype)}  # fmt: skip
     scan, finish = _tiles(DP, q_QHD.dtype)
     scale = D**-0.5 * LOG2E
     _scan_kernel[(Q * G, splits.compressed + splits.window)](
         q_QHD, positions_Q, compressed_BN2GD, window_BW2GD, part, part_lse, part_reads, logits, arrived,
         *q_QHD.stride()[:2], *compressed_BN2GD.stride()[:4], *window_BW2GD.stride()[:4],
-        N, G, Q // B, first_key, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
+        columns, G, Q // B, first_key, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
         W=spec.w, BN=scan.keys, **shape,
         num_warps=scan.warps, num_stages=scan.stages,
     )  # fmt: skip
     RH, NP = triton.next_power_of_2(R), triton.next_power_of_2(spec.n_sel)
     _finish_kernel[(Q * G, splits.selected)](
         q_QHD, positions_Q, selected_BT2GD, gates_QH3, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-        *q_QHD.stride()[:2], *selected_BT2GD.stride()[:4], N, G, Q // B, splits.compressed, splits.window,
+        *q_QHD.stride()[:2], *selected_BT2GD.stride()[:4], columns, G, Q // B, splits.compressed, splits.window,
         splits.selected, scale,
-        L_SEL=spec.l_sel, N_SEL=spec.n_sel, RH=RH, BN=finish.keys, NP=NP,
+        N_SEL=spec.n_sel, RH=RH, BN=finish.keys, NP=NP,
         BJ=_blocks_at_once(selected_BT2GD.shape[1], RH, NP, spec),
         BX=max(1, min(16, MERGE_ELEMENTS // (RH * DP))), XP=max(64, triton.next_power_of_2(X)), **shape,
         num_warps=finish.warps, num_stages=finish.stages,
