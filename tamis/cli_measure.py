@@ -35,6 +35,24 @@ def profile(
     raise typer.Exit(profiled(resolved, steps, out))
 
 
+@bench_app.command("attention")
+def bench_attention(
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="m7c or paper; repeatable")] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a sequence; repeatable")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
+    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+) -> None:
+    """Sparse attention, whole and in parts, beside PyTorch's dense attention; reports only if the kernels agree.
+
+    Example: tamis bench attention --shape m7c --length 8192
+    """
+    loading_torch()
+    from tamis.bench.attention import LENGTHS, run
+
+    print(json.dumps(run(shapes or ("m7c", "paper"), lengths or LENGTHS, tokens, repeats=repeats, device=device)))
+
+
 @bench_app.command("paths")
 def bench_paths(
     words: Words = None,

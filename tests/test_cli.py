@@ -1,0 +1,248 @@
+"""The command line: every verb works and teaches by example; every error is one message with a true exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from tamis.cli import app, guarded
+from tamis.config import ConfigError, load_config
+from tamis.data.errors import DataError
+from tamis.run import launching
+from tamis.run.directory import RunDirectory
+from tamis.run.halt import HaltFile
+from tamis.run.halting import halt_run
+from tamis.run.launching import Launch, halts_passed_on, launch_phases
+from tamis.run.lock import RunLock, RunLocked
+from tests.checkout import MINIATURE, ROOT
+
+VERBS = {
+    "run", "train", "launch", "halt",
+    "monitor", "judge", "report", "handoff",
+    "check", "verify", "causality", "estimate", "config show", "config validate",
+    "generate", "export", "convert", "data prepare", "data check",
+    "profile", "bench attention", "bench paths", "bench train", "bench decode", "bench needle", "bench positions",
+}  # fmt: skip
+
+
+def verbs() -> dict[str, str]:
+    """Name → help text."""
+    found: dict[str, str] = {}
+    for name, command in get_command(app).commands.items():
+        parts = getattr(command, "commands", None)
+        found |= {f"{name} {sub}": c.help for sub, c in parts.items()} if parts else {name: command.help}
+    return found
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory with one config, where verbs may write."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("NSA_") or name == "CONFIG"]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = load_config(ROOT / "configs" / "train_showcase.yaml", [*MINIATURE, "train.out_dir=out", "train.steps=3"])
+    (tmp_path / "mine.yaml").write_text(config.to_yaml())
+    return tmp_path
+
+
+def tamis(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+def ok(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_verbs_are_those_that_were_promised() -> None:
+    assert set(verbs()) == VERBS
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_teaches_by_an_example_of_itself(verb: str) -> None:
+    text = verbs()[verb]
+    assert "Example" in text
+    assert f"tamis {verb}" in text
+
+
+def test_a_small_model_is_trained_used_and_packed(here: Path) -> None:
+    assert "step 3/3" in ok(tamis("train", "mine.yaml"))
+    assert "Fellow" in ok(
+        tamis("generate", "out", "--prompt", "Fellow", "--max-new-tokens", "2", "--temperature", "0", "--device", "cpu")
+    )
+    ok(tamis("export", "out", "exported"))
+    assert (here / "exported" / "model.safetensors").is_file()
+    assert "m.safetensors" in ok(tamis("convert", "out/checkpoint_step3.pt", "m.safetensors"))
+    assert "DONE" in ok(tamis("monitor", "out", "--once"))
+    assert json.loads(ok(tamis("monitor", "out", "--json")))["state"] == "done"
+
+
+def test_checks_prove_the_model_on_this_device(here: Path) -> None:
+    assert "Causality test: 3/3 passed" in ok(tamis("causality", "mine.yaml"))
+    assert "ok   causality" in ok(tamis("verify", "mine.yaml"))
+    assert "preflight: GO" in ok(tamis("check", "mine.yaml", "--quick"))
+
+
+def test_measurements_end_in_one_json_document(here: Path) -> None:
+    def last(*words: str) -> dict:
+        return json.loads(ok(tamis(*words)).splitlines()[-1])
+
+    assert last("estimate", "mine.yaml", "--json")["toks_per_s"] > 0
+    assert set(last("profile", "mine.yaml", "--steps", "1")["host_ms_per_step"]) >= {"fetch", "forward", "backward"}
+    assert (here / "out" / "profile" / "trace.json").stat().st_size > 0
+    rows = last("bench", "train", "mine.yaml", "--length", "32", "--tokens", "64", "--steps", "1", "--warmup", "0")[
+        "rows"
+    ]
+    assert [row["attention"] for row in rows] == ["dense", "nsa"]
+    assert last("bench", "paths", "mine.yaml", "--steps", "1", "--warmup", "0")["rows"][0]["path"] == "reference"
+    assert list((here / "artifacts" / "bench").glob("paths_*.json"))
+
+
+def test_data_is_prepared_and_checked(here: Path) -> None:
+    ok(tamis("data", "prepare", "shards", "mine.yaml", "data.dataset=sample"))
+    told = ok(tamis("data", "check", "mine.yaml", "data.dataset=shards", "data.local_path=shards", "--batches", "1"))
+    assert "ok batch[0]" in told
+
+
+def test_config_is_shown_with_its_true_size_and_validated(here: Path) -> None:
+    assert "# hash " in ok(tamis("config", "show", "mine.yaml", "train.steps=9"))
+    (here / "bad.yaml").write_text("train: {setps: 3}\n")
+    bad = tamis("config", "validate", "mine.yaml", "bad.yaml")
+    assert bad.exit_code == 2
+    assert "unknown key train.setps; did you mean train.steps?" in bad.output
+
+
+def command_line(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tamis.cli", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_an_error_is_one_message_and_debug_shows_where(here: Path) -> None:
+    short = command_line("config", "show", "train.setps=3")
+    assert short.returncode == 2
+    assert short.stderr.startswith("error: unknown key train.setps; did you mean train.steps?")
+    assert len(short.stderr.splitlines()) == 1
+    long = command_line("config", "show", "train.setps=3", "--debug")
+    assert long.returncode == 1
+    assert "Traceback" in long.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("train.steps is 0"), 2, "error: train.steps is 0\n"),
+        (DataError("the data ended"), 6, "error: the data ended\n"),
+        (RunLocked("belongs to a running launch"), 2, "error: belongs to a running launch\n"),
+        (FileNotFoundError(2, "No such file", "x.pt"), 2, "error: [Errno 2] No such file: 'x.pt'\n"),
+        (KeyError("a fault of ours"), 1, "error: KeyError: 'a fault of ours' (--debug shows where)\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(error: BaseException, code: int, message: str, capsys) -> None:
+    def work() -> None:
+        raise error
+
+    assert guarded(work, debug=False) == code
+    assert capsys.readouterr().err == message
+
+
+def test_two_config_files_are_refused(here: Path) -> None:
+    with pytest.raises(ConfigError, match="one config file at most"):
+        tamis("check", "mine.yaml", "other.yaml")
+
+
+def test_halt_tells_when_there_is_nothing_to_halt(here: Path, capsys) -> None:
+    (here / "out").mkdir()
+    assert halt_run("nowhere", "why", 1) == 1
+    assert halt_run("out", "why", 1) == 1
+    assert "nothing runs in out" in capsys.readouterr().out
+    assert not (here / "out" / ".HALT").exists()
+
+
+def test_halt_waits_until_the_run_has_stopped(here: Path, capsys) -> None:
+    run = RunDirectory(here / "out").create()
+    lock = RunLock(run.lock)
+    lock.acquire("launch")
+
+    def stop_when_asked() -> None:
+        until(HaltFile(run.halt).requested)
+        HaltFile(run.halt).consume()
+        lock.release()
+
+    thread = threading.Thread(target=stop_when_asked)
+    thread.start()
+    assert halt_run(run.path, "moving house", 60) == 0
+    thread.join()
+    assert "asked" in (told := capsys.readouterr().out)
+    assert "stopped" in told
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")
+
+
+def test_a_halt_in_out_stops_the_phase_that_runs_elsewhere(tmp_path: Path) -> None:
+    out, phase = RunDirectory(tmp_path).create(), RunDirectory(tmp_path / "phases" / "phase1").create()
+    with halts_passed_on(out, phase, time.time() - 1):
+        HaltFile(out.halt).request("enough for today")
+        until(HaltFile(phase.halt).requested)
+    assert HaltFile(phase.halt).reason() == "enough for today"
+    assert not out.halt.exists()
+
+
+def test_a_halt_from_before_the_launch_stops_nothing(tmp_path: Path) -> None:
+    out, phase = RunDirectory(tmp_path).create(), RunDirectory(tmp_path / "phases" / "phase1").create()
+    HaltFile(out.halt).request("long ago")
+    os.utime(out.halt, (1, 1))
+    with halts_passed_on(out, phase, time.time()):
+        time.sleep(2 * launching.LOOK_FOR_HALT_EVERY_S)
+    assert not phase.halt.exists()
+
+
+@pytest.fixture
+def job(here: Path) -> Launch:
+    config = load_config("mine.yaml")
+    return Launch(config, "mine.yaml", processes=1, gpus=[], restarts=0, started=time.time())
+
+
+def test_a_halt_between_two_phases_ends_the_launch(job: Launch, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launching, "check", lambda *words, **options: 0)
+    HaltFile(RunDirectory("out").create().halt).request("between")
+    assert launch_phases(job, {0: 1, 1: 1, 2: 1, 3: 1}) == 3
+    assert "halted between two phases: between" in capsys.readouterr().out
+
+
+def test_a_failed_preflight_launches_nothing(job: Launch, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launching, "check", lambda *words, **options: 1)
+    assert launch_phases(job) == 1
+    assert "not launched: the preflight failed" in capsys.readouterr().out
+    assert not list(Path("out").glob("phases/*"))
+
+
+def test_step_counts_that_make_no_sense_are_refused_before_anything_runs(here: Path) -> None:
+    with pytest.raises(ConfigError, match="--phase-steps must be 4 counts"):
+        tamis("launch", "mine.yaml", "--phases", "--phase-steps", "1,2")
+
+
+def test_a_launch_by_phases_goes_on_without_its_terminal(here: Path) -> None:
+    told = command_line("launch", "mine.yaml", "runtime.device=cuda", "--phases", "--detach")
+    assert told.returncode == 0
+    assert "launched in the background" in told.stdout
+    log = here / "out" / "launch.log"
+    until(lambda: "not launched: the preflight failed" in log.read_text())
+    assert "no GPU found, but runtime.device is cuda" in log.read_text()

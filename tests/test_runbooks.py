@@ -1,0 +1,323 @@
+"""Follows docs/runbooks/ line by line, as an operator would, in a scratch checkout on a machine without a GPU.
+
+The commands come from the documents. What a test adds to one is only what an operator could type too: keys that make
+model and step counts small, and the embedded sample as the hub. Two GPUs are two processes here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import socket
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tamis.config import build_config, load_config
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tests.checkout import MINIATURE, ROOT, Checkout, Done, make_checkout
+
+RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))
+NOT_OURS = ("ssh ", "tmux ", "git clone ", "watch ", "nvidia-smi", "tensorboard ", "python -c ", "ls ")
+SMALL = " ".join(MINIATURE)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+
+
+def blocks(runbook: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", runbook.read_text(), flags=re.M | re.S)
+
+
+def commands(runbook: Path) -> list[str]:
+    lines = "".join(blocks(runbook)).replace("\\\n", "").splitlines()
+    return [re.sub(r"\s+", " ", line.partition(" #")[0]).strip() for line in lines if line.strip()]
+
+
+def command(runbook: int, *words: str) -> str:
+    """The one command of a runbook that holds all these words."""
+    found = {line for line in commands(RUNBOOKS[runbook]) if all(word in line for word in words)}
+    assert len(found) == 1, f"{words}: {found}"
+    return found.pop()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Checkout]:
+    made = make_checkout(tmp_path / "tamis-checkout")
+    yield made
+    made.end()
+
+
+def ok(done: Done) -> Done:
+    assert done.code == 0, done
+    return done
+
+
+def write_config(checkout: Checkout, name: str, source: str, *overrides: str) -> str:
+    """A config file of the operator's own, made from a shipped one."""
+    config = load_config(ROOT / "configs" / source, [*MINIATURE, *overrides])
+    (checkout.path / name).write_text(yaml.safe_dump(config.model_dump()))
+    return name
+
+
+def test_every_command_is_followed_here_or_belongs_to_other_programs() -> None:
+    source = Path(__file__).read_text()
+    followed = re.findall(r"command\(\s*(\d), ([^)]*)\)", source)
+    wanted = [(int(number), re.findall(r'"([^"]*)"', words)) for number, words in followed]
+    for number, runbook in enumerate(RUNBOOKS):
+        for line in commands(runbook):
+            is_followed = any(n == number and all(word in line for word in words) for n, words in wanted)
+            assert is_followed or line.startswith((*NOT_OURS, "export ")), f"{runbook.name}: {line}"
+
+
+def test_every_command_of_the_contract_is_in_a_runbook() -> None:
+    everything = "\n".join(line for runbook in RUNBOOKS for line in commands(runbook))
+    for name in [
+        "prime_bootstrap.sh",
+        "datasets/check_fwe_stream.py",
+        "datasets/fineweb_edu_loader.py",
+        "train_m7c_prime.sh",
+        "run_tensorboard.sh",
+        "train_showcase.py",
+        "profiler_comparison.py",
+        "demo_64k.py",
+        "run_gpu_causality_test.sh --full",
+        "production_50k_launch.sh",
+        "run_2xa100_production.sh",
+        "run_m7c_2xa100_production.sh",
+        "monitor_production_50k.sh",
+        "_watchdog.py",
+        "touch artifacts/m7c_125m_2xa100_prod/.HALT",
+        "kill -USR1",
+        "pkill -f train_showcase.py",
+    ]:
+        assert name in everything, name
+
+
+def test_every_file_a_runbook_names_is_there() -> None:
+    for runbook in RUNBOOKS:
+        for name in re.findall(r"(?:configs|scripts)/[\w/.]+\.(?:yaml|sh|py)", runbook.read_text()):
+            assert (ROOT / name).is_file(), f"{runbook.name}: {name}"
+
+
+def test_pilot_prepares_starts_and_leaves_what_it_promises(checkout: Checkout) -> None:
+    assert "[bootstrap] .venv is up to date" in ok(checkout.run(command(0, "prime_bootstrap.sh")))
+    config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml")
+    assert command(0, "run_tensorboard.sh") in command(3, "run_tensorboard.sh")
+    stream = ok(checkout.run(command(0, "check_fwe_stream.py"), CONFIG=config))
+    assert "ok batch[0] lens: [33, 33, 33, 33]" in stream
+    start = command(0, "train_m7c_prime.sh") + " train.steps=4 train.eval_batches=1"
+    done = ok(checkout.run(start))
+    assert "no GPU found" in done
+    assert "showcase" in done
+    assert "parameters: " in done
+    (logs,) = (checkout.path / "artifacts" / "train_runs").glob("m7c_*")
+    info = yaml.safe_load((logs / "run.info").read_text())
+    assert info["config_changes"][:2] == ["train.steps: 400 → 4", "train.eval_batches: 16 → 1"]
+    assert {
+        "config_hash",
+        "parameters",
+        "gpus",
+        "torch",
+        "launch_command",
+        "git_commit",
+        "tokens_per_step",
+        "eta",
+    } <= info.keys()
+    assert "step 4/4" in (logs / "train.log").read_text()
+    assert_serves_curves(checkout, command(3, "run_tensorboard.sh"))
+
+
+def assert_serves_curves(checkout: Checkout, start: str) -> None:
+    """On the loopback address alone."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    board = checkout.start(f"{start} {port}")
+
+    def answers() -> bool:
+        try:
+            return b"train/loss" in urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/scalars/tags").read()
+        except OSError:
+            return False
+
+    checkout.until(answers, board)
+    assert f"ssh -L {port}:localhost:{port}" in checkout.pane
+    listening = Path("/proc/net/tcp").read_text().splitlines()
+    addresses = {line.split()[1].split(":")[0] for line in listening if f":{port:04X} 00000000:0000 0A" in line}
+    assert addresses == {"0100007F"}
+
+
+def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(checkout: Checkout) -> None:
+    out = "artifacts/m7c_125m"
+    start = command(0, "train_showcase.py", "--resume")
+    small = f"{SMALL} runtime.precision=fp32 train.log_every=1 train.save_every=3"
+    first = start.replace("torchrun --nproc_per_node=2", "python").replace(
+        f"--resume {out}/checkpoint_step{{N}}.pt", ""
+    )
+    ok(checkout.run(f"{first} {small} train.steps=3"))
+    missing = checkout.run(start.replace("{N}", "5").replace("torchrun --nproc_per_node=2", "python") + f" {small}")
+    assert missing.code == 2
+    assert "checkpoint_step5.pt cannot be used: there is no such file; resume from checkpoint_step3.pt" in missing
+    resumed = ok(checkout.run(start.replace("{N}", "3") + f" {small} train.steps=6"))
+    assert "2 × CPU" in resumed
+    assert steps_logged(checkout, out) == [1, 2, 3, 4, 5, 6]
+    assert "step,loss,lr,toks_per_s" in checkout.run("timeout 1 " + command(0, "tail -f"))
+    assert "DONE" in ok(checkout.run(command(0, "tamis monitor")))
+    judged = checkout.run(command(0, "tamis judge"))
+    assert judged.code == 1  # a pilot runs for two hours
+    assert "trains for at least two hours" in judged
+    assert "report.html" in ok(checkout.run(command(0, "tamis report")))
+    bundle = checkout.run(command(0, "tamis handoff"))
+    assert bundle.code == 1
+    assert "missing: events.jsonl" in bundle  # nothing supervised this run, and the bundle says so
+    assert "damaged" not in bundle
+
+
+def steps_logged(checkout: Checkout, out: str) -> list[int]:
+    with open(checkout.path / out / "training.csv") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def test_pilot_measures(checkout: Checkout) -> None:
+    config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml", "runtime.precision=fp32")
+    compare = command(0, "profiler_comparison.py").replace("100", "2").replace("10", "1")
+    rows = json.loads(ok(checkout.run(compare, CONFIG=config)).splitlines()[-1])["rows"]
+    assert [row["path"] for row in rows] == ["reference", "dense twin"]
+    assert all(row["toks_per_s"] > 0 for row in rows)
+    marked = ok(checkout.run(command(0, "NSA_NVTX=1") + f" {SMALL} train.steps=2 runtime.precision=fp32"))
+    assert "NSA_SEL_RANGES_V2=1: has nothing left to choose" in marked
+    assert "NVTX ranges were asked for, but there is no GPU" in marked
+    assert "step 2/2" in marked
+    estimate = ok(checkout.run(command(0, "tamis estimate").replace("configs/m7c_125m_80g.yaml", config)))
+    assert "tok/s" in estimate
+    demo = command(0, "demo_64k.py").replace("65536", "96").replace("4096", "32")
+    told = ok(checkout.run(f"{demo} --decode_tokens 2 {SMALL}"))
+    assert "reads_total" in told
+
+
+@no_gpu
+def test_production_scripts_refuse_at_once_without_a_gpu(checkout: Checkout) -> None:
+    for script in [
+        command(1, "production_50k_launch.sh"),
+        command(1, "run_2xa100_production.sh"),
+        command(2, "run_m7c_2xa100_production.sh"),
+    ]:
+        refused = checkout.run(script)
+        assert refused.code == 1
+        assert "no GPU found, but runtime.production is true" in refused
+        assert "not launched" in refused
+        assert not list(checkout.path.glob("artifacts/*/checkpoint_*"))
+    check = checkout.run(command(2, "tamis check") + " --quick")
+    assert check.code == 1
+    assert "NO-GO" in check
+    watched = ok(checkout.run(command(1, "monitor_production_50k.sh") + " --once"))
+    assert "artifacts/m7c_125m_2xa100_prod" in watched
+    nothing = checkout.run("bash -c 'pkill -f train_showcase.py'")
+    assert nothing.code == 1
+    ok(checkout.run(command(1, "pkill", "|| true")))
+
+
+@pytest.mark.timeout(900)  # a dozen processes that load torch, one after the other
+def test_production_launch_in_miniature(checkout: Checkout) -> None:
+    """Preflight, causality, phases, a look, stacks, a halt, a relaunch that goes on exactly, summary and bundle."""
+    out = "artifacts/m7c_125m_2xa100_prod"
+    keys = ["runtime.precision=fp32", "train.log_every=1", "train.save_every=100", "train.eval_every=0"]
+    config = write_config(checkout, "mine.yaml", "m7c_125m_2xa100_production.yaml", *keys)
+    words = "--processes 2 --phase-steps 1,12,14,300"
+    exports = [line for line in commands(RUNBOOKS[1]) if line.startswith("export ")]
+    settings = dict(line.removeprefix("export ").split("=", 1) for line in exports) | {"CONFIG": config}
+    launch = checkout.start(f"{command(1, 'production_50k_launch.sh')} {words}", **settings)
+    checkout.until(lambda: checkout.step_of(out) >= 20, launch)
+    assert "Causality test: 3/3 passed" in checkout.pane
+    assert checkout.pane.count("GO (") == 5  # the quick preflight, the whole one, and three phases
+    ok(checkout.run(command(2, "pgrep", "kill -USR1")))
+    assert '"step_end"' in checkout.run("timeout 1 " + command(1, "tail -f", "heartbeat"))
+    ok(checkout.run(command(1, "touch")))
+    assert launch.wait(60) == 3, checkout.pane
+    assert ok(checkout.run(command(1, "ls artifacts"))).count("stackdump_rank") >= 2
+    halted_at = latest_valid_checkpoint(checkout.path / out)
+    assert halted_at == steps_logged(checkout, out)[-1] < 300
+
+    relaunch = ok(checkout.run(f"{command(1, 'run_2xa100_production.sh')} {words}", **settings))
+    assert relaunch.count("unchanged since") == 3
+    assert "NSA_DDP_COMPRESS=bf16: runtime.ddp_compress=bf16" in relaunch
+    assert_went_on(checkout, out, halted_at)
+    assert "resume from a checkpoint succeeded" in relaunch
+    (bundle,) = (checkout.path / "artifacts").glob("*_handoff_*.tar")
+    with tarfile.open(bundle) as packed:
+        names = {Path(name).name for name in packed.getnames()}
+    assert {"run.info", "training.csv", "checkpoint_step300.pt", "report.html", "go_no_go.txt", "SHA256SUMS"} <= names
+    assert command(1, "tamis judge") == command(2, "tamis judge")
+    assert checkout.run(command(1, "tamis judge")).code == 1  # not the two hours of a pilot
+
+
+def assert_went_on(checkout: Checkout, out: str, halted_at: int) -> None:
+    events = [json.loads(line) for line in (checkout.path / out / "events.jsonl").read_text().splitlines()]
+    starts = [event["reason"] for event in events if event["event"] == "start"]
+    assert starts == ["2 worker(s) from the beginning", f"2 worker(s) from checkpoint_step{halted_at}.pt"]
+    assert steps_logged(checkout, out) == list(range(1, 301))
+    assert not (checkout.path / out / ".HALT").exists()
+
+
+def test_causality_passes_in_full_and_never_touches_git(checkout: Checkout) -> None:
+    ok(checkout.run("git init -q . && git add configs && git -c user.name=t -c user.email=t@t commit -qm one"))
+    before = checkout.run("git rev-parse HEAD && git status --porcelain -- configs && git stash list")
+    config = write_config(checkout, "mine.yaml", "m7c_125m_2xa100_production.yaml", "runtime.precision=fp32")
+    done = ok(checkout.run(command(1, "run_gpu_causality_test.sh --full"), CONFIG=config))
+    assert "Causality test: 3/3 passed" in done
+    assert re.search(r"Extended tests: (\d+)/\1 passed", done)
+    (log,) = (checkout.path / "artifacts" / "test-reports").glob("causality_*.log")
+    assert "Causality test: 3/3 passed" in log.read_text()
+    assert checkout.run("git rev-parse HEAD && git status --porcelain -- configs && git stash list") == before
+
+
+PHASE_BY_HAND = [
+    (command(2, "NSA_TB_DISABLE=1"), "artifacts/m7c_125m_2xa100_prod", {"tb": False, "training.csv": False}),
+    (command(2, "tuned.yaml"), "artifacts/m7c_125m_2xa100_prod_tuned", {"tb": True, "training.csv": True}),
+    (command(2, "NSA_TB_DISABLE=0"), "artifacts/train_showcase", {"tb": True, "training.csv": False}),
+]
+
+
+@pytest.mark.parametrize(("smoke", "out", "written"), PHASE_BY_HAND, ids=["smoke", "tuned", "tensorboard"])
+def test_a_phase_by_hand_on_two_processes(checkout: Checkout, smoke: str, out: str, written: dict[str, bool]) -> None:
+    done = ok(checkout.run(f"{smoke} {SMALL} train.steps=3"))
+    assert "2 × CPU" in done
+    assert "bf16 compute" in done
+    assert "step 3/3" in done
+    for name, is_there in written.items():
+        assert (checkout.path / out / name).exists() == is_there, name
+    if "NSA_DISABLE_AUX_STATS" in smoke:
+        assert "gate_shares" not in (checkout.path / out / "heartbeat_rank1.jsonl").read_text()
+
+
+def test_what_to_do_when_it_seems_stuck(checkout: Checkout) -> None:
+    config = write_config(checkout, "mine.yaml", "m7c_125m_fast_log.yaml", "train.out_dir=artifacts/m7c_125m")
+    loader = command(3, "fineweb_edu_loader.py").replace("configs/m7c_125m_fast_log.yaml", config)
+    assert "ok batch[19] lens: [33, 33]" in ok(checkout.run(loader))
+    steps = 4000
+    trainer = command(3, "train_showcase.py", "--dataset synthetic").replace("--steps 20", f"--steps {steps}")
+    run = checkout.start(trainer.replace("configs/m7c_125m_fast_log.yaml", config).replace("CONFIG", "env CONFIG"))
+    checkout.until(lambda: checkout.step_of("artifacts/m7c_125m") >= 3, run)
+    assert "RUNNING" in ok(checkout.run(command(3, "tamis monitor")))
+    pid = str(run.pid)
+    ok(checkout.run(command(3, "kill -USR1").replace("<PID>", pid)))
+    checkout.until(lambda: bool(list(checkout.path.glob("artifacts/*/stackdump_rank0_*"))), run)
+    watchdog = command(2, "_watchdog.py").replace("m7c_125m_2xa100_prod", "m7c_125m")
+    watching = checkout.start(watchdog)
+    ok(checkout.run("kill " + pid))
+    assert run.wait(25) == 4
+    assert watching.wait(30) == 0
+    assert steps_logged(checkout, "artifacts/m7c_125m")[-1] < steps
+
+
+def test_settings_of_the_production_run_are_what_they_add_up_to(checkout: Checkout) -> None:
+    exports = "; ".join(line for line in commands(RUNBOOKS[4]) if line.startswith("export "))
+    shown = ok(checkout.run(f"{exports}; {command(4, 'tamis config show')}"))
+    assert "125,446,320 parameters" in shown
+    tree = yaml.safe_load(shown[shown.index("model:") :])
+    assert build_config(tree).runtime.ddp_compress == "bf16"
+    assert build_config(tree).train.out_dir == "artifacts/m7c_125m_2xa100_prod"
