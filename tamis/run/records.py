@@ -62,6 +62,10 @@ class CsvLog:
         rows = [line for line in self._lines() if self._step_of(line) <= step]
         write_text_atomic(self.path, "\n".join([self.header, *rows]) + "\n")
 
+    def steps(self) -> list[int]:
+        """The steps that have a row."""
+        return [self._step_of(line) for line in self._lines()]
+
     def append(self, *values: float | int | str) -> None:
         row = ",".join(_cell(value) for value in values)
         if len(values) != len(self.header.split(",")):

@@ -25,7 +25,7 @@ from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
 from tamis.run.ladder import BY_WATCHDOG, Grace, Ladder
 from tamis.run.lock import RunLock, RunLocked
-from tamis.run.records import write_text_atomic
+from tamis.run.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.restarts import Ending, RestartBudget, true_exit_code
 from tamis.run.watchdog import Alarm, Limits, limits_for
 from tamis.run.watcher import Watcher
@@ -211,7 +211,9 @@ class Supervisor:
         return None if step is None else self.run.checkpoint(step)
 
     def _is_complete(self, checkpoint: Path) -> bool:
-        complete = checkpoint == self.run.checkpoint(self.config.train.steps)
+        """The last step is saved and evaluated; a run killed between the two still has the second to do."""
+        last, validated = self.config.train.steps, CsvLog(self.run.val_csv, VAL_HEADER).steps()
+        complete = checkpoint == self.run.checkpoint(last) and (last in validated or not self.config.train.csv)
         if complete:
             self.events.record("end", f"{checkpoint.name} is the last step: nothing left to do", exit_code=0)
         return complete

@@ -11,6 +11,8 @@ from tamis.train.session import Session
 def train(session: Session) -> ExitCode:
     """Train until the last step or until all ranks agree to stop; the exit code says which."""
     train, reason = session.config.train, None
+    if session.step < train.steps and session.owes_evaluation():
+        session.evaluate()
     while session.step < train.steps and reason is None:
         session.train_once()
         reason = session.settle()

@@ -72,6 +72,7 @@ class Session:
         if checkpoint is not None:
             with stage(f"resuming from {checkpoint}"):
                 together(workers, lambda: self.restore(Path(checkpoint)))
+            self._require_something_to_do(checkpoint)
         self.position = self.loader.state()
         self.telemetry.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
@@ -172,10 +173,17 @@ class Session:
         self.loader.restore(state["data"])
         torch.set_rng_state(state["rng"].cpu())
         self.step = self.saved_step = state["step"]
-        if self.step >= self.config.train.steps:
-            raise ConfigError(
-                f"{path} is at step {self.step}, and train.steps is {self.config.train.steps}: nothing to do"
-            )
+
+    def owes_evaluation(self) -> bool:
+        """Killed between a save and the evaluation of the same step, a run resumes with that evaluation still to do."""
+        every, steps = self.config.train.eval_every, self.config.train.steps
+        is_due = self.step == steps or (every > 0 and self.step > 0 and self.step % every == 0)
+        return is_due and self.step not in self.workers.gather(self.telemetry.val_csv.steps())[0]
+
+    def _require_something_to_do(self, checkpoint: str) -> None:
+        steps = self.config.train.steps
+        if self.step > steps or (self.step == steps and not self.owes_evaluation()):
+            raise ConfigError(f"{checkpoint} is at step {self.step}, and train.steps is {steps}: nothing to do")
 
     def _state(self, data: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
 from tamis.run.heartbeat import HeartbeatWriter
 from tamis.run.lock import RunLock
-from tamis.run.records import TRAINING_HEADER, CsvLog, write_atomic
+from tamis.run.records import TRAINING_HEADER, VAL_HEADER, CsvLog, write_atomic
 from tamis.run.signals import EXIT_CODE_OF, StopSignals
 
 SAVE_STAGES = ("before", "half written", "before rename", "before manifest", "after")
@@ -67,6 +67,7 @@ class FakeTrainer:
             self.lock.acquire("trainer")
         self.fault = Fault(self.run, rank)
         self.csv = CsvLog(self.run.training_csv, TRAINING_HEADER)
+        self.val_csv = CsvLog(self.run.val_csv, VAL_HEADER)
         self.weights, self.step = hashlib.sha256(b"seed").hexdigest(), 0
         self.chatter = int(os.environ.get("FAKE_CHATTER", "0"))  # bytes printed per step
         self.variation = random.Random(1) if "FAKE_VARIATION" in os.environ else None  # step times vary tenfold
@@ -79,6 +80,7 @@ class FakeTrainer:
         if self.rank == 0:
             checkpoints.remove_leftovers(self.run)
             self.csv.resume_at(self.step)
+            self.val_csv.resume_at(self.step)
         self.pause_if("hang_at_boot", 0)
         self.heartbeat.beat("loader_ready", self.step)
         print(f"rank {self.rank} begins after step {self.step}", flush=True)
@@ -93,6 +95,8 @@ class FakeTrainer:
                 self.heartbeat.beat("halted", self.step, exit_code=int(EXIT_CODE_OF[reason]))
                 return EXIT_CODE_OF[reason]
         self.save()
+        if self.rank == 0:
+            self.val_csv.append(self.step, 3.0, 20.0)
         self.heartbeat.beat("done", self.step, exit_code=0)
         return ExitCode.DONE
 

@@ -235,8 +235,9 @@ def slow_down(part: str = "", step: int = 0, seconds: float = 0.0) -> None:
     elif part == "compute":
         TrainStep.__call__ = standing_still(TrainStep.__call__, counted)  # type: ignore[method-assign]
     elif part == "evaluation":
-        validation_loss = session.validation_loss
-        session.validation_loss = lambda *arguments: (time.sleep(seconds), validation_loss(*arguments))[1]
+        session.Session.evaluate = standing_still(  # type: ignore[method-assign]
+            session.Session.evaluate, lambda running: running.telemetry.beat("eval", running.step) or running.step
+        )
     elif part == "save":
         save_checkpoint = session.save_checkpoint
         session.save_checkpoint = lambda *arguments: (time.sleep(seconds), save_checkpoint(*arguments))[1]
