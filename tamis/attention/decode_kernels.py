@@ -5,7 +5,7 @@ log-sum-exp, and the compressed logits. `_finish_kernel` scores and chooses the 
 tokens, and the last program of a group to arrive mixes all splits of all branches under the gates, in a fixed order.
 
 Shapes: Q queries, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, then window, then
-selected), 2: key, then value; `columns` of logits hold one piece of a selection block each. Logits and log-sum-exps are in base 2.
+selected), 2: key, then value. Logits and log-sum-exps are in base 2.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -89,8 +89,8 @@ def _scan_kernel(
     q, positions, compressed, window, part, part_lse, part_reads, logits, arrived,
     stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, stride_wb, stride_wt, stride_w2, stride_wg,
     columns, G, queries_per_row, first_key, slots, x_cmp, x_win, x, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -153,9 +153,9 @@ def _branch_lse(part_lse, first, splits, R: tl.constexpr, RH: tl.constexpr, XP: 
 
 
 @triton.jit
-def _best_blocks(logits, lse, columns, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, FREE: tl.constexpr,
+def _best_blocks(logits, lse, columns, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr,
                  R: tl.constexpr, RH: tl.constexpr, NP: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
-    """Ids of the FREE best-scored blocks among 1 … newest−2, best first, in the first FREE of NP slots."""
+    """Ids of the NP best-scored blocks among 1 … newest−2, best first; meaningless where there are fewer."""
     r = tl.arange(0, RH)
     best = tl.full([NP], -1, tl.int64)
     for first in range(0, newest - 1, BJ):
@@ -208,7 +208,8 @@ def _mixed_rows(part, part_lse, gates, r, x_cmp, x_win, x_sel, R: tl.constexpr, 
 @triton.jit(do_not_specialize=["G", "queries_per_row", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, columns, G, queries_per_row, x_cmp, x_win, x_sel, scale,
+    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg,
+    columns, G, queries_per_row, x_cmp, x_win, x_sel, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr,
     BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr,
@@ -230,19 +231,9 @@ def _finish_kernel(
         chosen = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest - 1, newest))
         if FREE > 0:
             best = _best_blocks(
-                logits + qg * R * (L_SEL // STRIDE) * columns,
-                lse,
-                columns,
-                blocks,
-                newest,
-                L // STRIDE,
-                L_SEL // STRIDE,
-                FREE,
-                R,
-                RH,
-                NP,
-                BJ,
-            )
+                logits + qg * R * (L_SEL // STRIDE) * columns, lse, columns, blocks, newest, L // STRIDE, L_SEL // STRIDE,
+                R, RH, NP, BJ,
+            )  # fmt: skip
             chosen = tl.where(slot < FREE, best, chosen)
     chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
     if split == 0:
@@ -314,8 +305,8 @@ def decode(
         for shape in ((Q, G, X), (Q, G), (Q, G), (Q, G, spec.n_sel))
     )
     out = torch.empty_like(q_QHD)
-    shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)), "D": D, "DP": DP,
-             "PRECISION": precision(q_QHD.dtype)}  # fmt: skip
+    shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)),
+             "D": D, "DP": DP, "PRECISION": precision(q_QHD.dtype)}  # fmt: skip
     scan, finish = _tiles(DP, q_QHD.dtype)
     scale = D**-0.5 * LOG2E
     _scan_kernel[(Q * G, splits.compressed + splits.window)](
