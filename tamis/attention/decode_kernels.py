@@ -231,8 +231,8 @@ def _finish_kernel(
         chosen = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest - 1, newest))
         if FREE > 0:
             best = _best_blocks(
-                logits + qg * R * (L_SEL // STRIDE) * columns, lse, columns, blocks, newest, L // STRIDE, L_SEL // STRIDE,
-                R, RH, NP, BJ,
+                logits + qg * R * (L_SEL // STRIDE) * columns, lse, columns, blocks, newest,
+                L // STRIDE, L_SEL // STRIDE, R, RH, NP, BJ,
             )  # fmt: skip
             chosen = tl.where(slot < FREE, best, chosen)
     chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))

@@ -1,0 +1,37 @@
+"""The captured step: on a GPU a replayed graph gives what the whole sequence gives; on a CPU the step simply runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tamis.generate.graph import Stepper
+from tamis.generate.load import to_inference
+from tests.generate.test_sample import small_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_steps_after_a_prompt_give_the_hidden_states_of_one_pass(attention: str, device: str) -> None:
+    model = small_model(attention)
+    to_inference(model, torch.device(device), torch.float32)
+    tokens = torch.randint(0, 257, (2, 70), generator=torch.Generator().manual_seed(0)).to(device)
+    expected, cache = model(tokens)[0], model.new_cache(2)
+    model.extend(tokens[:, :37], cache)
+    stepper = Stepper(model, cache)
+    got = torch.stack([stepper(column).clone() for column in tokens[:, 37:].unbind(1)], dim=1)
+    torch.testing.assert_close(got, expected[:, 37:], rtol=1e-3, atol=1e-4)
+    assert cache.positions_B.tolist() == cache.lengths_B.tolist() == [70, 70]
+
+
+def test_a_full_cache_stops_the_stepper_before_anything_is_written() -> None:
+    model = small_model()
+    cache = model.new_cache(1, max_len=4)
+    stepper = Stepper(model, cache)
+    for _ in range(4):
+        stepper(torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="5 tokens do not fit the cache of 4"):
+        stepper(torch.zeros(1, dtype=torch.int64))
+    assert cache.positions_B.tolist() == [4]
