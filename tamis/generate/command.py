@@ -65,12 +65,11 @@ def _stream(
     loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling: Sampling, out: TextIO
 ) -> tuple[float, int]:
     """Print one prompt and its continuation as it is drawn; when the first piece came, and the steps taken."""
-    out.write(texts[0])
     first_at, steps = 0.0, -1  # the last piece only closes an unfinished character
     for (piece,) in generate_texts(loaded.model, loaded.tokenizer, texts, max_new_tokens, sampling):
+        out.write(piece if first_at else texts[0] + piece)  # a prompt that is refused is not printed
         first_at = first_at or time.perf_counter()
         steps += 1
-        out.write(piece)
         out.flush()
     out.write("\n")
     return first_at, steps

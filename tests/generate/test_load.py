@@ -119,6 +119,13 @@ def test_the_command_streams_the_prompt_with_its_continuation(tmp_path: Path) ->
     assert "tokens/s" in notes.getvalue()
 
 
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_printed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with pytest.raises(ValueError, match="raise --max-len"):
+        generate_command(save(tmp_path, small_model()), ["x"], max_new_tokens=96, device="cpu", out=out)
+    assert out.getvalue() == ""
+
+
 def test_the_command_continues_every_prompt_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("War\n\nThe Congress of the United States\n")
