@@ -121,14 +121,16 @@ def _build_span(
     lists = chunks * layout.lists_per_chunk
     device = ids_BSGn.device
 
-    marks, counts = torch.zeros((2, lists * layout.words), dtype=torch.int32, device=device)
+    marks = torch.zeros(lists * layout.words, dtype=torch.int32, device=device)
+    counts = torch.empty_like(marks)
     pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
     union_counts = unions.counts if unions else counts
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (triton.cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
     constants = {"G": layout.groups, "N": layout.slots, "TILE": unions.tile if unions else None, "BLOCK": 1024}
-    _mark_pairs[grid](ids_BSGn, union_counts, marks, counts, *bounds, *geometry, **constants)
+    _mark_pairs[grid](ids_BSGn, union_counts, marks, *bounds, *geometry, **constants)
+    _count_marks[(triton.cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     _place_pairs[grid](ids_BSGn, union_counts, marks, ends, pairs, *bounds, *geometry, **constants)
 
@@ -139,6 +141,7 @@ def _build_span(
         ends, item_list, item_start, item_count, list_first, list_items,
         layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, BLOCK=1024,
     )  # fmt: skip
+    del marks, counts, ends  # not needed by the kernels that run between the chunks
     for c in range(chunks):
         yield Chunk(
             first_segment + c * layout.segments_per_chunk,
@@ -153,7 +156,7 @@ def _locate_pairs(
     """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(ids + pair, mask=pair < last, other=-1)
-    exists = block >= 0
+    exists = (block >= 0) & (block < blocks)
     slot = (pair % N).to(tl.int32)
     group = (pair // N) % G
     token = pair // (N * G)
@@ -178,7 +181,7 @@ def _count_bits(word):
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
-    ids, union_counts, marks, counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    ids, union_counts, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
     G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per pair. Integer atomics give the same result in any order."""
@@ -187,7 +190,12 @@ def _mark_pairs(
     )
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
-    tl.atomic_add(counts + word, one, mask=exists, sem="relaxed")
+
+
+@triton.jit
+def _count_marks(marks, counts, words, BLOCK: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + word, _count_bits(tl.load(marks + word, mask=word < words, other=0)), mask=word < words)
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])

@@ -25,7 +25,7 @@ from tamis.attention.tiles import padded, precision
 
 # Chunks of a large call: fewer make longer lists and take more memory, n_sel / chunks times the size of q.
 FORWARD_CHUNKS = 4
-BACKWARD_CHUNKS = 8  # memory is short here: the outputs of all branches and all gradients are there too
+BACKWARD_CHUNKS = 5  # memory is short here: the outputs of all branches and all gradients are there too
 
 
 def forward(
@@ -165,7 +165,7 @@ def _forward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
     """Rows per tile, warps and pipeline stages."""
     if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
         return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
-    return config(64, 4, 3)
+    return config(128, 4, 3, registers=168) if sizes["BD"] <= 64 else config(64, 4, 3)
 
 
 def _backward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
@@ -173,7 +173,7 @@ def _backward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
         return config(max(32 if sizes["BD"] <= 64 else 16, triton.next_power_of_2(sizes["R"])), 8, 1)
     if sizes["BD"] > 128:
         return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
-    return config(64, 4, 3) if sizes["BD"] <= 64 else config(64, 8, 2)
+    return config(64, 4, 3) if sizes["BD"] <= 64 else config(64, 8, 3)
 
 
 def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
