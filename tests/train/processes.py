@@ -42,7 +42,9 @@ TINY = [
 WAIT_S = 120.0  # far more than anything here takes: a hang must fail the test, not the suite
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tamis.train.main", "tamis.train.fsdp", "tamis.train.sharded_checkpoint"])
+context.set_forkserver_preload(
+    ["tamis.train.main", "tamis.train.fsdp", "tamis.train.sharded_checkpoint", "torch._dynamo", "torch._inductor"]
+)
 
 
 def tiny_config(out_dir: Path, *overrides: str) -> Config:
