@@ -7,9 +7,11 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tamis.run.sidecar import SUPERVISOR_VARIABLE
 
 FOUND_BY = "scripts/train_showcase.py"  # operators stop and inspect runs with pkill -f and pgrep -f of this name
 PIPE_BYTES = 1 << 20  # room for what a worker prints while it saves, should nobody read it any more
-CHUNK = 4096  # what a pipe takes without blocking once it is writable
+FROZEN_AFTER_S = 0.5  # a screen that takes nothing for so long stands still
 
 
 def trainer_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
@@ -38,21 +40,44 @@ class Screen:
     """Standard output that can go away, or stand still, without holding up the training behind it."""
 
     def __init__(self) -> None:
-        self._is_there = True
+        self._descriptor: int | None = _own_standard_output()
+        self._stands_still = False
 
     def write(self, data: bytes) -> None:
-        for start in range(0, len(data), CHUNK):
-            self._write(data[start : start + CHUNK])
+        """What a terminal that stands still does not take is lost on the screen; the log has it."""
+        try:
+            while data and self._takes_more():
+                data = data[self._put(data) :]
+        except OSError:
+            self._descriptor = None
 
     def say(self, message: str) -> None:
         self.write(message.encode() + b"\n")
 
-    def _write(self, chunk: bytes) -> None:
+    def _takes_more(self) -> bool:
+        if self._descriptor is None:
+            return False
+        patience_s = 0.0 if self._stands_still else FROZEN_AFTER_S
+        self._stands_still = not select.select([], [self._descriptor], [], patience_s)[1]
+        return not self._stands_still
+
+    def _put(self, data: bytes) -> int:
+        assert self._descriptor is not None
         try:
-            if self._is_there and select.select([], [1], [], 0)[1]:  # a frozen terminal loses lines, the log does not
-                os.write(1, chunk)
-        except OSError:
-            self._is_there = False
+            return os.write(self._descriptor, data)
+        except BlockingIOError:  # a terminal may have room for less than it says
+            time.sleep(0.01)
+            return 0
+
+
+def _own_standard_output() -> int:
+    """Standard output opened again, where it can block: so that not blocking is our affair and not the shell's too."""
+    try:
+        if stat.S_ISREG(os.fstat(1).st_mode):
+            return 1
+        return os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return 1
 
 
 class Workers:
