@@ -20,7 +20,6 @@ from torch import Tensor
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
 PROGRAMS_WANTED = 1024  # the key-outer kernel splits its rows until there are about so many programs
-ROWS_FIRST = True
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
 
 
@@ -56,15 +55,20 @@ def _key_tiles(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.con
 
 @triton.jit
 def _rows(first, S, R: tl.constexpr, BM: tl.constexpr):
-    """Token, head of the group, and whether it exists, for each row of a tile."""
-    row = first + tl.arange(0, BM)
-    return tl.minimum(row // R, S - 1), row % R, row < S * R
+    """For each row of a tile: the tile's first token, then the row's distance from it, head of the group, and existence.
+
+    Addresses are a 64-bit place for the tile plus 32-bit distances within it: half the registers, and 1M tokens fit.
+    """
+    t0 = first // R
+    local = first - t0 * R + tl.arange(0, BM)
+    away = local // R
+    return t0, away, local - away * R, away < S - t0
 
 
 @triton.jit
-def _load_rows(x, token, head, alive, stride_s, stride_h, D: tl.constexpr, DP: tl.constexpr):
+def _load_rows(x, t0, away, head, alive, stride_s, stride_h, D: tl.constexpr, DP: tl.constexpr):
     column = tl.arange(0, DP)
-    address = x + token.to(tl.int64)[:, None] * stride_s + head[:, None] * stride_h + column[None, :]
+    address = x + t0.to(tl.int64) * stride_s + ((away * stride_s + head * stride_h)[:, None] + column[None, :])
     mask = alive[:, None] if D == DP else alive[:, None] & (column < D)[None, :]
     return tl.load(address, mask=mask, other=0.0)
 
@@ -73,7 +77,7 @@ def _load_rows(x, token, head, alive, stride_s, stride_h, D: tl.constexpr, DP: t
 def _load_keys(x, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
     key = tl.arange(0, BN)
     column = tl.arange(0, DP)
-    address = x + first.to(tl.int64) * stride_n + key[:, None] * stride_n + column[None, :]
+    address = x + first.to(tl.int64) * stride_n + (key[:, None] * stride_n + column[None, :])
     if MASKED and D == DP:
         return tl.load(address, mask=(first + key < N)[:, None], other=0.0)
     if MASKED:
@@ -113,8 +117,9 @@ def _forward_kernel(
     tile = tl.cdiv(S * R, BM) - 1 - tl.program_id(0) // (B * G)  # the last tokens see the most keys: longest first
     bg = tl.program_id(0) % (B * G)
     b, g = (bg // G).to(tl.int64), bg % G
-    token, r, alive = _rows(tile * BM, S, R, BM)
-    q_tile = _load_rows(q + b * stride_qb, token, g * R + r, alive, stride_qs, stride_qh, D, DP)
+    t0, away, r, alive = _rows(tile * BM, S, R, BM)
+    token = tl.minimum(t0 + away, S - 1)
+    q_tile = _load_rows(q + b * stride_qb + g * R * stride_qh, t0, away, r, alive, stride_qs, stride_qh, D, DP)
     k += b * stride_kb + g * stride_kg
     v += b * stride_vb + g * stride_vg
 
@@ -164,25 +169,25 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G"])
 def _dq_kernel(
-    q, k, v, lse, dout, gates, delta, dq,
+    q, k, v, lse, dout, gate, delta, dq,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ob, stride_os, stride_oh, B, S, N, G, softmax_scale, scale,
-    BRANCH: tl.constexpr, ACCUMULATE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.cdiv(S * R, BM) - 1 - tl.program_id(0) // (B * G)
     bg = tl.program_id(0) % (B * G)
     b, g = (bg // G).to(tl.int64), bg % G
-    token, r, alive = _rows(tile * BM, S, R, BM)
-    head = g * R + r
-    q_tile = _load_rows(q + b * stride_qb, token, head, alive, stride_qs, stride_qh, D, DP)
-    dout_tile = _load_rows(dout + b * stride_ob, token, head, alive, stride_os, stride_oh, D, DP)
+    t0, away, r, alive = _rows(tile * BM, S, R, BM)
+    token, head = tl.minimum(t0 + away, S - 1), g * R + r
+    q_tile = _load_rows(q + b * stride_qb, t0, away, head, alive, stride_qs, stride_qh, D, DP)
+    dout_tile = _load_rows(dout + b * stride_ob, t0, away, head, alive, stride_os, stride_oh, D, DP)
     scalar = (b * G * R + head) * S + token
     lse2 = tl.load(lse + scalar, mask=alive, other=float("inf")) * 1.4426950408889634
     delta_row = tl.load(delta + scalar, mask=alive, other=0.0)
     row = (b * S + token) * (G * R) + head
-    gate = tl.load(gates + row * 3 + BRANCH, mask=alive, other=0.0).to(tl.float32)
+    gate_row = tl.load(gate + scalar, mask=alive, other=0.0)
     k += b * stride_kb + g * stride_kg
     v += b * stride_vb + g * stride_vg
 
@@ -191,13 +196,13 @@ def _dq_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     for j in range(whole_first, whole_end):
         acc = _dq_step(
-            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate, delta_row, acc, scale, stride_kn, stride_vn,
+            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale, stride_kn, stride_vn,
             L, STRIDE, W, D, DP, BN, PRECISION, False,
         )  # fmt: skip
     for e in range(tiles - (whole_end - whole_first)):
         j = tl.where(e < whole_first, e, e + whole_end - whole_first)
         acc = _dq_step(
-            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate, delta_row, acc, scale, stride_kn, stride_vn,
+            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale, stride_kn, stride_vn,
             L, STRIDE, W, D, DP, BN, PRECISION, True,
         )  # fmt: skip
 
@@ -212,48 +217,36 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    k, v, q, dout, lse, gates, delta, first, S, key, dk, dv, scale, stride_qs, stride_qh, stride_os, stride_oh,
-    H, head_first,
-    BRANCH: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    k, v, q, dout, lse, gate, delta, first, S, key, dk, dv, scale, stride_qs, stride_qh, stride_os, stride_oh,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    token, r, alive = _rows(first, S, R, BM)
-    head = head_first + r
-    q_tile = _load_rows(q, token, head, alive, stride_qs, stride_qh, D, DP)
-    dout_tile = _load_rows(dout, token, head, alive, stride_os, stride_oh, D, DP)
-    scalar = head.to(tl.int64) * S + token
-    lse2 = tl.load(lse + scalar, mask=alive, other=float("inf")) * 1.4426950408889634  # a missing row weighs nothing
-    delta_row = tl.load(delta + scalar, mask=alive, other=0.0)
-    gate = tl.load(gates + (token.to(tl.int64) * H + head) * 3 + BRANCH, mask=alive, other=0.0).to(tl.float32)
-    if ROWS_FIRST:
-        s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
-        p = tl.exp2(s * scale - lse2[:, None])
-        if MASKED:
-            p = tl.where(_visible(token[:, None], key[None, :], L, STRIDE, W), p, 0.0)
-        dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
-        dv = tl.dot(tl.trans((p * gate[:, None]).to(dout_tile.dtype)), dout_tile, dv, input_precision=PRECISION)
-        ds = p * (dp * gate[:, None] - delta_row[:, None])
-        dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, dk, input_precision=PRECISION)
-    else:
-        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        p = tl.exp2(s * scale - lse2[None, :])
-        if MASKED:
-            p = tl.where(_visible(token[None, :], key[:, None], L, STRIDE, W), p, 0.0)
-        dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
-        dv = tl.dot((p * gate[None, :]).to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
-        ds = p * (dp * gate[None, :] - delta_row[None, :])
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    t0, away, r, alive = _rows(first, S, R, BM)
+    q_tile = _load_rows(q, t0, away, r, alive, stride_qs, stride_qh, D, DP)
+    dout_tile = _load_rows(dout, t0, away, r, alive, stride_os, stride_oh, D, DP)
+    scalar = r * S + away
+    lse2 = tl.load(lse + t0 + scalar, mask=alive, other=float("inf")) * 1.4426950408889634  # no row, no weight
+    delta_row = tl.load(delta + t0 + scalar, mask=alive, other=0.0)
+    gate_row = tl.load(gate + t0 + scalar, mask=alive, other=0.0)
+    s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
+    p = tl.exp2(s * scale - lse2[:, None])
+    if MASKED:
+        p = tl.where(_visible(t0 + away[:, None], key[None, :], L, STRIDE, W), p, 0.0)
+    dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
+    # Gradients are summed transposed, so that p and ds are right-hand sides and reach shared memory as they are.
+    dv = tl.dot(tl.trans(dout_tile), (p * gate_row[:, None]).to(dout_tile.dtype), dv, input_precision=PRECISION)
+    ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+    dk = tl.dot(tl.trans(q_tile), ds.to(q_tile.dtype), dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_kernel(
-    q, k, v, lse, dout, gates, delta, dk_out, dv_out,
+    q, k, v, lse, dout, gate, delta, dk_out, dv_out,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
-    BRANCH: tl.constexpr,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys from one split of the rows that see it; outputs are [SPLITS,B,N,G,D]."""
     bg = tl.program_id(0) % (B * G)
@@ -266,12 +259,11 @@ def _dkv_kernel(
     v += b * stride_vb + g * stride_vg
     k_tile = _load_keys(k, first, N, stride_kn, D, DP, BN, True)
     v_tile = _load_keys(v, first, N, stride_vn, D, DP, BN, True)
-    q += b * stride_qb
-    dout += b * stride_ob
-    H = G * R
-    lse += b * H * S
-    delta += b * H * S
-    gates += b * S * H * 3
+    q += b * stride_qb + g * R * stride_qh
+    dout += b * stride_ob + g * R * stride_oh
+    lse += (b * G + g) * R * S
+    delta += (b * G + g) * R * S
+    gate += (b * G + g) * R * S
 
     # Tiles of rows from the first token that sees a key; in the middle ones every row sees all keys.
     t_begin, t_end = first * STRIDE + L - 1, S
@@ -284,29 +276,29 @@ def _dkv_kernel(
     whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
     mine, mine_end = tiles * split // SPLITS, tiles * (split + 1) // SPLITS
     key = first + tl.arange(0, BN)
-    dk = tl.zeros([BN, DP], tl.float32)
-    dv = tl.zeros([BN, DP], tl.float32)
+    dk = tl.zeros([DP, BN], tl.float32)
+    dv = tl.zeros([DP, BN], tl.float32)
     for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
         dk, dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, gates, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
-            stride_qs, stride_qh, stride_os, stride_oh, H, g * R,
-            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, False, ROWS_FIRST,
+            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            stride_qs, stride_qh, stride_os, stride_oh,
+            L, STRIDE, W, R, D, DP, BM, PRECISION, False,
         )  # fmt: skip
     left = tl.maximum(tl.minimum(mine_end, whole_first) - mine, 0)
     right_first = tl.maximum(mine, whole_end)
     for e in range(left + tl.maximum(mine_end - right_first, 0)):
         j = tl.where(e < left, mine + e, right_first + e - left)
         dk, dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, gates, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
-            stride_qs, stride_qh, stride_os, stride_oh, H, g * R,
-            BRANCH, L, STRIDE, W, R, D, DP, BM, PRECISION, True, ROWS_FIRST,
+            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            stride_qs, stride_qh, stride_os, stride_oh,
+            L, STRIDE, W, R, D, DP, BM, PRECISION, True,
         )  # fmt: skip
 
     column = tl.arange(0, DP)
     at = (((split * B + b) * N + key) * G + g)[:, None] * D + column[None, :]
     mask = (key < N)[:, None] & (column < D)[None, :]
-    tl.store(dk_out + at, (dk * softmax_scale).to(dk_out.dtype.element_ty), mask=mask)
-    tl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=mask)
+    tl.store(dk_out + at, tl.trans(dk * softmax_scale).to(dk_out.dtype.element_ty), mask=mask)
+    tl.store(dv_out + at, tl.trans(dv).to(dv_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["size", "SPLITS"])
@@ -335,7 +327,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, window: i
     _forward_kernel[(triton.cdiv(S * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], B, S, N, G, D**-0.5 * LOG2E,
         L=length, STRIDE=stride, W=window, R=H // G, D=D, DP=padded(D), PRECISION=precision(q.dtype),
-        BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        BM=tile.rows, BN=tile.keys, **tile.options,
     )  # fmt: skip
     return out, lse
 
@@ -346,28 +338,31 @@ def backward(
     v: Tensor,
     lse: Tensor,
     dout: Tensor,
-    gates: Tensor,
+    gate: Tensor,
     delta: Tensor,
-    branch: int,
     dq: Tensor,
     accumulate_dq: bool,
     length: int,
     stride: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv); `dq` is written, or added to. `dout` is the mixed output's gradient, `delta = gate·<dout, out>`."""
+    """(dk, dv); `dq` is written, or added to. `dout` is the mixed output's gradient, not yet times this branch's gate.
+
+    `lse`, `gate` and `delta = gate·<dout, out>` are `[B,H,S]` float32: half-precision numbers one by one cannot be read
+    ahead, and would stall every step.
+    """
     q, k, v, dout = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), unit_last_stride(dout)
     B, S, H, D = q.shape
     N, G = k.shape[1], k.shape[2]
     R, scale = H // G, D**-0.5
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     geometry: dict[str, int | str] = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
-    geometry |= {"PRECISION": precision(q.dtype), "BRANCH": branch}
+    geometry["PRECISION"] = precision(q.dtype)
 
     tile = tile_for("dq", padded(D), q.dtype)
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
-        q, k, v, lse, dout, gates, delta, dq, *strides, B, S, N, G, scale, scale * LOG2E,
-        ACCUMULATE=accumulate_dq, **geometry, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        q, k, v, lse, dout, gate, delta, dq, *strides, B, S, N, G, scale, scale * LOG2E,
+        ACCUMULATE=accumulate_dq, **geometry, BM=tile.rows, BN=tile.keys, **tile.options,
     )  # fmt: skip
     dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
     if N == 0:
@@ -379,8 +374,8 @@ def backward(
     if splits > 1:
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
     _dkv_kernel[(key_tiles * splits,)](
-        q, k, v, lse, dout, gates, delta, *parts, *strides, B, S, N, G, splits, scale, scale * LOG2E,
-        **geometry, ROWS_FIRST=ROWS_FIRST, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        q, k, v, lse, dout, gate, delta, *parts, *strides, B, S, N, G, splits, scale, scale * LOG2E,
+        **geometry, BM=tile.rows, BN=tile.keys, **tile.options,
     )  # fmt: skip
     if splits > 1:
         _sum_splits_kernel[(triton.cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)

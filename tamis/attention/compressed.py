@@ -19,14 +19,11 @@ def compressed_backward(
     v_cmp: Tensor,
     lse: Tensor,
     dout: Tensor,
-    gates: Tensor,
+    gate: Tensor,
     delta: Tensor,
-    branch: int,
     dq: Tensor,
     spec: NSASpec,
     accumulate_dq: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of the compressed keys and values; `dq` is written, or added to."""
-    return banded.backward(
-        q, k_cmp, v_cmp, lse, dout, gates, delta, branch, dq, accumulate_dq, spec.l, spec.d, window=0
-    )
+    return banded.backward(q, k_cmp, v_cmp, lse, dout, gate, delta, dq, accumulate_dq, spec.l, spec.d, window=0)

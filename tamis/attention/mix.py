@@ -33,7 +33,7 @@ def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constex
 
 @triton.jit
 def _delta_kernel(
-    dout, cmp, sel, win, gates, dgates, delta, stride_ob, stride_os, stride_oh, S, H, rows,
+    dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, rows,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -49,7 +49,9 @@ def _delta_kernel(
         product = tl.sum(grad * value, 1)
         gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
         tl.store(dgates + row * 3 + branch, product.to(dgates.dtype.element_ty), mask=alive)
-        tl.store(delta + branch * rows + (b * H + h) * S + s, gate * product, mask=alive)
+        at_scalar = branch * rows + (b * H + h) * S + s
+        tl.store(weights + at_scalar, gate, mask=alive)
+        tl.store(delta + at_scalar, gate * product, mask=alive)
 
 
 def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
@@ -61,15 +63,15 @@ def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
     return out
 
 
-def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgates `[B,S,H,3]`, deltas `[3,B,H,S]` float32), where delta is `gate·<dout, branch>`."""
+def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dgates `[B,S,H,3]`, and for the branches' kernels the gates and `gate·<dout, branch>`, both `[3,B,H,S]` float32."""
     dout = unit_last_stride(dout)
     B, S, H, D = cmp.shape
     rows, block = B * S * H, max(1, ELEMENTS // padded(D))
     dgates = torch.empty_like(gates)
-    delta = torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device)
+    weights, delta = (torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device) for _ in range(2))
     _delta_kernel[(triton.cdiv(rows, block),)](
-        dout, cmp, sel, win, gates, dgates, delta, *dout.stride()[:3], S, H, rows,
+        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, rows,
         D=D, DP=padded(D), BM=block, num_warps=4,
     )  # fmt: skip
-    return dgates, delta
+    return dgates, weights, delta

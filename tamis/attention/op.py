@@ -79,16 +79,16 @@ def nsa_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = NSASpec(*spec), gates.contiguous()
-    dgates, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates)
+    dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
         q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, accumulate_dq=False
     )
     dk_cmp, dv_cmp = compressed_backward(
-        q, k_cmp, v_cmp, lse_cmp, dout, gates, delta[COMPRESSED], COMPRESSED, dq, geometry, accumulate_dq=True
+        q, k_cmp, v_cmp, lse_cmp, dout, weights[COMPRESSED], delta[COMPRESSED], dq, geometry, accumulate_dq=True
     )
     dk_win, dv_win = window_backward(
-        q, k_win, v_win, lse_win, dout, gates, delta[WINDOW], WINDOW, dq, geometry, accumulate_dq=True
+        q, k_win, v_win, lse_win, dout, weights[WINDOW], delta[WINDOW], dq, geometry, accumulate_dq=True
     )
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 

@@ -189,7 +189,7 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
                 B, S, N, G, runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
-                num_warps=tile.warps, num_stages=tile.stages,
+                **tile.options,
             )  # fmt: skip
         runs_p2 = triton.next_power_of_2(runs)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))

@@ -19,14 +19,13 @@ def window_backward(
     v_win: Tensor,
     lse: Tensor,
     dout: Tensor,
-    gates: Tensor,
+    gate: Tensor,
     delta: Tensor,
-    branch: int,
     dq: Tensor,
     spec: NSASpec,
     accumulate_dq: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of the window's keys and values; `dq` is written, or added to."""
     return banded.backward(
-        q, k_win, v_win, lse, dout, gates, delta, branch, dq, accumulate_dq, length=1, stride=1, window=spec.w
+        q, k_win, v_win, lse, dout, gate, delta, dq, accumulate_dq, length=1, stride=1, window=spec.w
     )

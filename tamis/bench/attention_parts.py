@@ -123,7 +123,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     ids = select_from_lse(q, k_cmp, lse_cmp, spec)
     sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec)
     win, lse_win = window_forward(q, k_win, v_win, spec)
-    _, delta = mix_backward(dout, cmp, sel, win, gates)
+    _, weights, delta = mix_backward(dout, cmp, sel, win, gates)
 
     def pair(name: str, forward: Callable[[], object], backward: Callable[[], object]) -> Timed:
         return Timed(name, choices, forward, lambda: (forward(), backward()))
@@ -138,13 +138,13 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     yield pair(
         "compressed",
         lambda: compressed_forward(q, k_cmp, v_cmp, spec),
-        lambda: compressed_backward(q, k_cmp, v_cmp, lse_cmp, dout, gates, delta[0], 0, dq, spec, True),
+        lambda: compressed_backward(q, k_cmp, v_cmp, lse_cmp, dout, weights[0], delta[0], dq, spec, True),
     )
     yield Timed("selection", choices, lambda: select_from_lse(q, k_cmp, lse_cmp, spec), None)
     yield pair(
         "window",
         lambda: window_forward(q, k_win, v_win, spec),
-        lambda: window_backward(q, k_win, v_win, lse_win, dout, gates, delta[2], 2, dq, spec, True),
+        lambda: window_backward(q, k_win, v_win, lse_win, dout, weights[2], delta[2], dq, spec, True),
     )
     yield pair(
         "gates",

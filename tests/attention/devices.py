@@ -65,11 +65,11 @@ def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, 
     out, lse = forward(q, k, v, spec)
     outs = [torch.zeros_like(out) for _ in range(3)]
     outs[branch] = out
-    dgates, delta = mix_backward(dout, *outs, gates)
+    dgates, weights, delta = mix_backward(dout, *outs, gates)
     dq = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
-    dk, dv = backward(q, k, v, lse, dout, gates, delta[branch], branch, dq, spec, accumulate_dq=False)
+    dk, dv = backward(q, k, v, lse, dout, weights[branch], delta[branch], dq, spec, accumulate_dq=False)
     added = dq.clone()
-    backward(q, k, v, lse, dout, gates, delta[branch], branch, added, spec, accumulate_dq=True)
+    backward(q, k, v, lse, dout, weights[branch], delta[branch], added, spec, accumulate_dq=True)
     measured = {"out": out, "dq": dq, "dk": dk, "dv": dv, "dgates": dgates, "added dq": added}
     wanted = (expected, *gradients, 2 * gradients[0])
     errors = {name: relative_rmse(x, y, floor=0.1) for (name, x), y in zip(measured.items(), wanted, strict=True)}
