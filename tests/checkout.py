@@ -139,14 +139,19 @@ def make_checkout(path: Path) -> Checkout:
         shutil.copy(ROOT / name, path / name)
     (path / "tamis").symlink_to(ROOT / "tamis")
     _lend_environment(path / ".venv")
-    summed = hashlib.sha256(b"".join((path / name).read_bytes() for name in STAMPED)).hexdigest()[:16]
-    (path / ".venv" / ".tamis-stamp").write_text(f"{summed} [test]\n")
+    stamp(path)
     (path / "shims").mkdir()
     for name in ("pgrep", "pkill"):
         shim = path / "shims" / name
         shim.write_text(OWN_PROCESSES.format(python=sys.executable, here=str(path)))
         shim.chmod(0o755)
     return Checkout(path)
+
+
+def stamp(path: Path) -> None:
+    """Tell the bootstrap that .venv holds what these files ask for."""
+    summed = hashlib.sha256(b"".join((path / name).read_bytes() for name in STAMPED)).hexdigest()[:16]
+    (path / ".venv" / ".tamis-stamp").write_text(f"{summed} [test]\n")
 
 
 def _lend_environment(venv: Path) -> None:

@@ -117,7 +117,7 @@ def test_pilot_prepares_starts_and_leaves_what_it_promises(checkout: Checkout) -
     assert "parameters: " in done
     (logs,) = (checkout.path / "artifacts" / "train_runs").glob("m7c_*")
     info = yaml.safe_load((logs / "run.info").read_text())
-    assert info["config_changes"][:2] == ["train.steps: 400 → 4", "train.eval_batches: 16 → 1"]
+    assert [change.partition(":")[0] for change in info["config_changes"]] == ["train.steps", "train.eval_batches"]
     assert {
         "config_hash",
         "parameters",

@@ -1,0 +1,123 @@
+"""The scripts are a few lines over one command line, end with true exit codes, and harm nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import ROOT
+
+SHELL = sorted((ROOT / "scripts").glob("*.sh"))
+PYTHON = sorted((ROOT / "scripts").rglob("*.py"))
+THIN = [path for path in SHELL if path.name != "prime_bootstrap.sh"]  # it runs before there is anything to call
+TOOLS = ("bash", "dirname", "cat", "sha256sum", "cut", "grep", "mktemp", "rm", "cp", "mkdir", "env", "chmod")
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_a_shell_script_stops_at_the_first_error_and_runs_from_anywhere(script: Path) -> None:
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# ")
+    assert "set -euo pipefail\n" in text
+    assert 'cd "$(dirname "$0")/.."\n' in text
+    assert script.stat().st_mode & stat.S_IXUSR
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("script", THIN, ids=lambda path: path.name)
+def test_a_shell_script_is_a_few_lines_that_call_the_command_line(script: Path) -> None:
+    lines = [line for line in script.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 12
+    assert any(".venv/bin/" in line for line in lines)
+
+
+@pytest.mark.parametrize("script", [*SHELL, *PYTHON], ids=lambda path: path.name)
+def test_no_script_deletes_hides_an_exit_code_or_touches_git(script: Path) -> None:
+    text = script.read_text()
+    assert not re.search(r"rm -r|shutil\.rmtree|\bgit (checkout|reset|stash|clean|pull|add|commit)", text)
+    assert "| tee" not in text
+    assert "shell=True" not in text
+
+
+@pytest.mark.parametrize("script", PYTHON, ids=lambda path: path.name)
+def test_a_python_script_says_what_it_is_for_and_holds_no_logic(script: Path) -> None:
+    text = script.read_text()
+    assert re.match(r'(#!.*\n)?"""', text)
+    assert len(text.splitlines()) <= 45
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path) -> Path:
+    """A checkout without .venv, and a PATH that holds a few tools and a python3 of the test's own."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "prime_bootstrap.sh", tmp_path / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "path").mkdir()
+    for tool in TOOLS:
+        (tmp_path / "path" / tool).symlink_to(shutil.which(tool) or tool)
+    return tmp_path
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{text}")
+    path.chmod(0o755)
+
+
+def bootstrap(machine: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(machine / "scripts" / "prime_bootstrap.sh"), *words],
+        env={"PATH": str(machine / "path"), "HOME": os.environ.get("HOME", "/")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_bootstrap_without_a_new_enough_python_says_what_to_install(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", "exit 1\n")
+    done = bootstrap(bare_machine)
+    assert done.returncode == 1
+    assert "no Python 3.11 or newer with venv found: install python3.11-venv or newer" in done.stderr
+
+
+MAKES_A_VENV = """
+case "$*" in
+  --version) echo "Python 3.12.0" ;;
+  "-m venv"*) mkdir -p .venv/bin && cp "$(dirname "$0")/venv_python" .venv/bin/python ;;
+  -) exit 1 ;;
+esac
+"""
+
+
+def test_bootstrap_that_cannot_install_stops_with_the_reason(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", MAKES_A_VENV)
+    write_script(bare_machine / "path" / "venv_python", 'echo "ERROR: No space left on device" >&2; exit 1\n')
+    done = bootstrap(bare_machine)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "installing failed: read the lines above" in done.stderr
+    assert not (bare_machine / ".venv" / ".tamis-stamp").exists()
+
+
+def test_bootstrap_shows_each_gpu_and_installs_once(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", MAKES_A_VENV)
+    write_script(bare_machine / "path" / "venv_python", 'echo "$@" >> .venv/calls; cp "$0" .venv/bin/tamis\n')
+    write_script(bare_machine / "path" / "nvidia-smi", 'echo "0, NVIDIA A100 80GB PCIe, 81920 MiB"\n')
+    first, again = bootstrap(bare_machine), bootstrap(bare_machine)
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert "[bootstrap] GPU 0, NVIDIA A100 80GB PCIe, 81920 MiB" in first.stdout
+    assert "up to date" in again.stdout
+    assert (bare_machine / ".venv" / "calls").read_text().count("pip install") == 1
+
+
+def test_bootstrap_refuses_words_it_does_not_know(bare_machine: Path) -> None:
+    done = bootstrap(bare_machine, "--tests")
+    assert done.returncode == 1
+    assert "unknown argument --tests" in done.stderr
