@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tamis.run.directory import RunDirectory
 from tamis.run.health import judge_health
@@ -37,8 +38,7 @@ class Watcher:
         """What is wrong now. A note is given once, and again only after a while."""
         self.catch_up()
         states = {rank: process.state() for rank, process in self.processes.items()}
-        disk_is_full = shutil.disk_usage(self.run.path).free < FULL_DISK_BYTES
-        alarms = judge(self.history, states, self.limits, disk_is_full=disk_is_full)
+        alarms = judge(self.history, states, self.limits, disk_is_full=_is_full(self.run.path))
         return [alarm for alarm in alarms + judge_health(self.history, self.limits) if self._is_news(alarm)]
 
     def catch_up(self) -> None:
@@ -81,3 +81,10 @@ class Watcher:
             return False
         self._noted[key] = now
         return True
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path).free < FULL_DISK_BYTES
+    except OSError:  # the directory is gone; silence will tell
+        return False

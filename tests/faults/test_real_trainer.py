@@ -80,10 +80,10 @@ def finish(server: TrainerServer, config: Config) -> RealTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_runs_killed_at_random_steps_end_with_identical_weights(server, unbroken, tmp_path, half: int) -> None:
+@pytest.mark.parametrize("seeds", [SEEDS[first::6] for first in range(6)], ids=str)
+def test_runs_killed_at_random_steps_end_with_identical_weights(server, unbroken, tmp_path, seeds: range) -> None:
     kills = 0
-    for seed in list(SEEDS)[half::2]:
+    for seed in seeds:
         dice = random.Random(seed)
         config = tiny_real_config(tmp_path / str(seed))
         for _ in range(dice.choice([1, 1, 2])):
@@ -97,7 +97,7 @@ def test_runs_killed_at_random_steps_end_with_identical_weights(server, unbroken
         if trainer.beats()[-1].phase != "done":  # on a busy machine a run may be done before its kill
             finish(server, config)
         assert_same_end(trainer.run, unbroken)
-    assert kills >= 12
+    assert kills >= 3
 
 
 @pytest.mark.parametrize("step", [12, 16])
