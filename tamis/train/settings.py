@@ -15,8 +15,7 @@ from tamis.train.step import COMPUTE_DTYPE, attention_kernels
 def apply_settings(config: Config, device: torch.device) -> list[str]:
     """Set them for this process; a line for each that is not silent. Before the first product on the device."""
     lines = []
-    if config.runtime.deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(config.runtime.deterministic)  # imports the compiler: seconds of every start
+    torch.use_deterministic_algorithms(config.runtime.deterministic)
     if config.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with fixed workspaces
         torch.backends.cudnn.benchmark = False

@@ -160,6 +160,9 @@ class TrainerServer:
 
 
 def serve() -> None:
+    import torch._dynamo  # noqa: F401  the optimizer imports it in seconds; better once, here
+    import torch._inductor  # noqa: F401
+
     from tamis.train import main as trainer
 
     unread = b""
