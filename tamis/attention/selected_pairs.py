@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.selected_lists import ITEM, Chunk, Layout, chunks_of_pairs
-from tamis.attention.selected_rows import LOG2E, config, key_tiles, load_rows, store_rows
+from tamis.attention.selected_rows import LOG2E, key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.selected_union import Unions
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import padded, precision
@@ -42,7 +42,7 @@ def forward(
     layout = Layout.of(ids_BSGn, spec, FORWARD_CHUNKS, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts = sizes["SUB"]
-    settings = _forward_config(q_BSHD, sizes)
+    settings = launch_settings("forward", q_BSHD, sizes["R"])
     if rest_of is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
         lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
@@ -87,7 +87,7 @@ def backward(
     layout = Layout.of(ids_BSGn, spec, BACKWARD_CHUNKS, chunk)
     sizes = _sizes(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
-    settings = _backward_config(q_BSHD, sizes)
+    settings = launch_settings("backward", q_BSHD, sizes["R"])
     device = q_BSHD.device
     dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
     dv = torch.empty_like(dk)
@@ -161,21 +161,6 @@ def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
     return tl.int32 if reach < 2**31 else tl.int64
 
 
-def _forward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
-    """Rows per tile, warps and pipeline stages."""
-    if q_BSHD.dtype == torch.float32 or sizes["BD"] > 128:
-        return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
-    return config(128, 4, 3, registers=168) if sizes["BD"] <= 64 else config(64, 4, 3)
-
-
-def _backward_config(q_BSHD: Tensor, sizes: dict[str, Any]) -> dict[str, int]:
-    if q_BSHD.dtype == torch.float32:
-        return config(max(32 if sizes["BD"] <= 64 else 16, triton.next_power_of_2(sizes["R"])), 8, 1)
-    if sizes["BD"] > 128:
-        return config(max(32, triton.next_power_of_2(sizes["R"])), 8, 1)
-    return config(64, 4, 3) if sizes["BD"] <= 64 else config(64, 8, 3)
-
-
 def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
     return (
         lists.pairs, lists.item_list, lists.item_start, lists.item_count, lists.first_segment,
@@ -215,17 +200,17 @@ def _masked_tiles(
 
 
 @triton.jit
-def _pairs_of_tile(pairs, tile, start, count, R: tl.constexpr, ROWS: tl.constexpr):
-    """The pair of every row of a tile of tokens × heads; rows that do not exist get the segment's first, harmlessly."""
-    entry = tile * (ROWS // R) + tl.arange(0, ROWS) // R
-    return tl.load(pairs + start + entry, mask=entry < count, other=0)
+def _rows_of_tile(tile, count, R: tl.constexpr, ROWS: tl.constexpr):
+    """Which rows of a tile of tokens × heads exist."""
+    row = tl.arange(0, ROWS)
+    return (row < (ROWS // R) * R) & (tile * (ROWS // R) + row // R < count)
 
 
 @triton.jit
-def _rows_of_tile(tile, count, R: tl.constexpr, ROWS: tl.constexpr):
-    """Which rows of a tile exist. Asked where results are used: a mask made for the loads would stay in registers."""
-    row = tl.arange(0, ROWS)
-    return (row < (ROWS // R) * R) & (tile * (ROWS // R) + row // R < count)
+def _pairs_of_tile(pairs, tile, start, count, missing: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
+    """The pair of every row of a tile of tokens × heads, `missing` where the row does not exist."""
+    entry = tile * (ROWS // R) + tl.arange(0, ROWS) // R
+    return tl.load(pairs + start + entry, mask=_rows_of_tile(tile, count, R, ROWS), other=missing)
 
 
 @triton.jit(do_not_specialize=["first_segment"])
@@ -264,10 +249,10 @@ def _forward_items(
         pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     always = tl.full((ROWS,), True, tl.int1)
-    next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
+    next_pair = _pairs_of_tile(pairs, 0, start, count, 0, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
         pair = next_pair
-        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
+        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, 0, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
@@ -406,21 +391,19 @@ def _backward_items(
     masked_tiles = _masked_tiles(
         pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
-    always = tl.full((ROWS,), True, tl.int1)
-    next_pair = _pairs_of_tile(pairs, 0, start, count, R, ROWS)
+    next_pair = _pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
-        pair = next_pair
-        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, R, ROWS)
+        pair = tl.maximum(next_pair, 0)
+        live = next_pair >= 0
+        next_pair = _pairs_of_tile(pairs, tile + 1, start, count, -1, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
         token = first_token + pair // N
-        q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
-        do_tile = load_rows(dout, in_segment * o_s + head * o_h, always, D, BD)
+        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
+        do_tile = load_rows(dout, in_segment * o_s + head * o_h, live, D, BD)
         row_statistics = statistics + in_segment * (G * R) + head
-        row_lse = tl.load(row_statistics)
-        row_delta = tl.load(row_statistics + rows)
-        row_gate = tl.load(row_statistics + 2 * rows)
-        live = _rows_of_tile(tile, count, R, ROWS)
-        row_lse = tl.where(live, row_lse, float("inf"))  # p = 0: rows that do not exist add nothing
+        row_lse = tl.load(row_statistics, mask=live, other=float("inf"))  # p = 0: missing rows add nothing
+        row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
+        row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
         p = tl.exp2(s * scale - row_lse[:, None])
@@ -506,12 +489,9 @@ def _add_key_gradients(
     key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    if part > 0:
-        dk_acc += load_rows(dk_sum, target, live, D, BD).to(tl.float32)
-        dv_acc += load_rows(dv_sum, target, live, D, BD).to(tl.float32)
-    if last:
-        store_rows(dk, target, dk_acc * scale, live, D, BD)
-        store_rows(dv, target, dv_acc, live, D, BD)
-    else:
-        store_rows(dk_sum, target, dk_acc, live, D, BD)
-        store_rows(dv_sum, target, dv_acc, live, D, BD)
+    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dk, target, dk_acc * scale, live & last, D, BD)
+    store_rows(dv, target, dv_acc, live & last, D, BD)

@@ -1,15 +1,20 @@
-"""What the two forms of the selected branch share: rows of a head's elements, key tiles and launch settings."""
+"""What the two forms of the selected branch share: fixed launch settings, key tiles, and rows of a head's elements."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import capability
 
 LOG2E = 1.4426950408889634
-MOST_KEYS = 128  # keys held at once; longer blocks are walked in several parts
+MOST_KEYS = 64  # keys held at once; longer blocks are walked in several parts
 
 
 def key_tiles(spec: NSASpec) -> tuple[int, int]:
@@ -18,10 +23,45 @@ def key_tiles(spec: NSASpec) -> tuple[int, int]:
     return keys, -(-spec.l_sel // keys)
 
 
-def config(rows: int, warps: int, stages: int, registers: int | None = None) -> dict[str, int]:
-    """Launch settings; `registers` caps what a thread may take, so that more programs share a multiprocessor."""
-    cap = {"maxnreg": registers} if registers else {}
-    return {"ROWS": rows, "num_warps": warps, "num_stages": stages, **cap}
+@dataclass(frozen=True)
+class Launch:
+    rows: int  # of a tile: tokens × heads of the group
+    warps: int
+    stages: int
+    registers: int | None = None  # most a thread may take, so that more programs share a multiprocessor
+
+
+# kernel → head dim up to 64, up to 128. Measured on an H200; no kernel here spills registers.
+HOPPER = {
+    "union": (Launch(128, 8, 3, registers=128), Launch(128, 8, 3)),
+    "forward": (Launch(128, 4, 3, registers=168), Launch(64, 4, 3)),
+    "backward": (Launch(64, 4, 3), Launch(64, 8, 3)),
+}
+# For A100, chosen from compiled code alone: the largest tiles that do not spill there.
+AMPERE = {
+    "union": (Launch(128, 8, 3), Launch(128, 8, 3)),
+    "forward": (Launch(64, 4, 3), Launch(64, 4, 3)),
+    "backward": (Launch(32, 4, 3), Launch(32, 8, 2)),
+}
+# Correct rather than fast: float32 multiplies on the ordinary cores, and head dims above 128 fill the registers.
+SLOW = {
+    "union": (Launch(32, 4, 1), Launch(32, 4, 1)),
+    "forward": (Launch(32, 8, 1), Launch(32, 8, 1)),
+    "backward": (Launch(32, 8, 1), Launch(16, 8, 1)),
+}
+
+
+def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
+    """Keyword arguments of a launch: rows of a tile (at least one token's heads), warps, stages, registers."""
+    dim = q_BSHD.shape[-1]
+    if q_BSHD.dtype == torch.float32 or dim > 128:
+        table = SLOW
+    else:
+        table = AMPERE if q_BSHD.is_cuda and capability(q_BSHD.device) < (9, 0) else HOPPER
+    launch = table[kernel][dim > 64]
+    rows = max(launch.rows, triton.next_power_of_2(heads_per_group))
+    settings = {"ROWS": rows, "num_warps": launch.warps, "num_stages": launch.stages}
+    return settings | ({"maxnreg": launch.registers} if launch.registers else {})
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_rows import LOG2E, config, key_tiles, load_rows, store_rows
+from tamis.attention.selected_rows import LOG2E, key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import padded, precision
 
@@ -45,7 +45,8 @@ def forward(
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
-    settings = _forward_config(q_BSHD, heads_per_group)
+    settings = launch_settings("union", q_BSHD, heads_per_group)
+    settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
@@ -77,13 +78,6 @@ def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool) 
         WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
     )  # fmt: skip
     return unions
-
-
-def _forward_config(q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
-    if q_BSHD.dtype == torch.float32 or q_BSHD.shape[-1] > 128:
-        return config(max(32, triton.next_power_of_2(heads_per_group)), 4, 1)
-    rows = min(128, MOST_TOKENS * heads_per_group)
-    return config(rows, 8, 3, registers=128) if q_BSHD.shape[-1] <= 64 else config(rows, 8, 3)
 
 
 @triton.jit

@@ -5,6 +5,11 @@ Small sizes: without a GPU every program of a kernel costs milliseconds.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,7 +101,7 @@ def assert_agrees(measured: list[Tensor], expected: list[Tensor], dtype: torch.d
         {"tokens": 40, "heads": 16, "dim": 24},
         {"tokens": 70, "spec": NSASpec(8, 4, 24, 3, 24)},  # a block is no power of two
         {"tokens": 40, "spec": NSASpec(8, 4, 8, 5, 24)},  # shorter than the smallest key tile
-        {"tokens": 290, "heads": 1, "spec": NSASpec(8, 4, 160, 3, 24)},  # longer than the largest
+        {"tokens": 170, "heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)},  # longer than the largest
         {"tokens": 140, "heads": 1, "spec": NSASpec(2, 1, 2, 4, 24)},  # more blocks than a word of choices holds
         {"tokens": 7},  # a single, partial block
     ],
@@ -190,3 +195,40 @@ def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
         ]
     expected = [(*where, int(case.ids[tuple(where)])) for where in (case.ids >= 0).nonzero().tolist()]
     assert sorted(found) == sorted(expected)
+
+
+COMPILE = """
+import json, sys, torch
+from tests.attention.ahead_of_time import record_launches, resources
+from tamis.attention import selected, selected_rows
+from tamis.attention.spec import NSASpec
+arch, spec, tokens = int(sys.argv[1]), NSASpec(), 8192
+if arch < 90:
+    selected_rows.HOPPER = selected_rows.AMPERE  # tensors of this process are not on that GPU, so say what to launch
+kernels = record_launches(arch)
+for heads, dim in ((6, 64), (16, 128)):
+    q, kv = (torch.empty(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, 1))
+    ids = torch.empty(1, tokens, 1, spec.n_sel, dtype=torch.int32)
+    out, lse = selected.selected_forward(q, kv, kv, ids, spec)
+    selected.selected_backward(q, kv, kv, ids, lse, q, q[..., :3], lse, 1, out, spec)
+print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}))
+"""
+
+
+@pytest.mark.parametrize(("arch", "shared_memory"), [(80, 163 << 10), (90, 227 << 10)])
+def test_the_kernels_of_long_sequences_compile_fit_and_do_not_spill(arch: int, shared_memory: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(arch)], capture_output=True, text=True, env=environment, timeout=280
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernels = json.loads(run.stdout.splitlines()[-1])
+    assert {name: k for name, k in kernels.items() if k["stack"] or k["shared"] > shared_memory} == {}
+    hot = {
+        name: k
+        for name, k in kernels.items()
+        if name.startswith(("_forward_tiles", "_forward_items", "_backward_items"))
+    }
+    assert len(hot) == 6
+    if arch == 90:
+        assert all(k["wgmma"] and not k["mma"] for k in hot.values()), "not on Hopper's own matrix instructions"
