@@ -160,8 +160,7 @@ class TrainerServer:
 
 
 def serve() -> None:
-    import torch._dynamo  # noqa: F401  the optimizer imports it in seconds; better once, here
-    import torch._inductor  # noqa: F401
+    import torch._inductor  # noqa: F401  the trainer imports it sooner or later, in seconds; better once, here
 
     from tamis.train import main as trainer
 
