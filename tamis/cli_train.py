@@ -66,8 +66,9 @@ def launch(
 ) -> None:
     """Train under supervision: watched, restarted from the newest valid checkpoint, halted by .HALT.
 
-    With --phases: preflight, one synthetic step, 300 and 1000 steps, then the run itself; each phase is judged from the
-    files it left, and one that fails stops the launch with the reason. The same command again goes on where it stopped.
+    With --phases: preflight, one synthetic step, 300 and 1000 steps, then the run itself.
+    Each phase is judged from the files it left, and one that fails stops the launch with the reason.
+    The same command again goes on where it stopped.
 
     Examples:
 

@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tamis.cli import app, guarded
-from tamis.config import ConfigError, load_config
+from tamis.cli import app, guarded, train_showcase
+from tamis.config import ConfigError, build_config, load_config
 from tamis.data.errors import DataError
 from tamis.run import launching
 from tamis.run.directory import RunDirectory
@@ -225,6 +227,36 @@ def test_a_halt_between_two_phases_ends_the_launch(job: Launch, monkeypatch, cap
     HaltFile(RunDirectory("out").create().halt).request("between")
     assert launch_phases(job, {0: 1, 1: 1, 2: 1, 3: 1}) == 3
     assert "halted between two phases: between" in capsys.readouterr().out
+
+
+def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
+    done = command_line("launch", "mine.yaml", "train.tensorboard=false")
+    assert done.returncode == 0, done.stdout
+    run = RunDirectory(here / "out")
+    assert "train.tensorboard: True → False" in run.run_info.read_text()
+    assert "step 3/3" in run.train_log.read_text()
+    assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["start", "end"]
+
+
+def test_the_estimate_for_the_phases_is_measured_or_missing(job: Launch, capsys) -> None:
+    assert (launching.estimated_toks_per_s(job) or 0) > 0
+    tree = job.config.model_dump()
+    tree["runtime"]["device"] = "cuda"
+    if not torch.cuda.is_available():
+        assert launching.estimated_toks_per_s(replace(job, config=build_config(tree))) is None
+        assert "the estimate failed" in capsys.readouterr().out
+
+
+def test_a_saved_copy_of_the_last_checkpoint_resumes(here: Path, capsys) -> None:
+    assert train_showcase(["--config", "mine.yaml", "--save", "kept/last.pt"]) == 0
+    assert "copied out/checkpoint_step3.pt to kept/last.pt" in capsys.readouterr().out
+    assert train_showcase(["--config", "mine.yaml", "--steps", "4", "--resume", "kept/last.pt"]) == 0
+    told = capsys.readouterr().out
+    assert "resuming from kept/last.pt" in told
+    assert "step 4/4" in told
+    (here / "kept" / "last.pt").write_bytes((here / "kept" / "last.pt").read_bytes()[:-1])
+    assert train_showcase(["--config", "mine.yaml", "--steps", "4", "--resume", "kept/last.pt"]) == 2
+    assert "kept/last.pt cannot be used: it holds" in capsys.readouterr().err
 
 
 def test_a_failed_preflight_launches_nothing(job: Launch, monkeypatch, capsys) -> None:
