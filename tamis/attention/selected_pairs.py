@@ -168,10 +168,10 @@ def _item_arguments(lists: Chunk, layout: Layout) -> tuple:
     )  # fmt: skip
 
 
-def _merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int, int], dict[str, int]]:
+def _merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int]]:
     """Grid and sizes for the kernels that join a token's partial results, in tiles of tokens × heads."""
     rows = max(2048 // sizes["BD"], triton.next_power_of_2(sizes["R"]))
-    grid = (triton.cdiv(layout.segment, rows // sizes["R"]), layout.segments_per_chunk * layout.groups)
+    grid = (triton.cdiv(layout.segment, rows // sizes["R"]) * layout.segments_per_chunk * layout.groups,)
     slots = {"BS": triton.next_power_of_2(sizes["N"]), "BP": triton.next_power_of_2(sizes["N"] * sizes["SUB"])}
     return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | slots | {"ROWS": rows}
 
@@ -279,8 +279,9 @@ def _rows_of_merge(
     """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the
     token's number within the chunk and group, and how many slots it uses."""
     row = tl.arange(0, ROWS)
-    in_segment = tl.program_id(0) * (ROWS // R) + row // R
-    segment_group = tl.program_id(1)
+    tiles = tl.cdiv(segment, ROWS // R)
+    in_segment = (tl.program_id(0) % tiles) * (ROWS // R) + row // R
+    segment_group = tl.program_id(0) // tiles
     index = first_segment + segment_group // G
     token = (index % per_sequence) * segment + in_segment
     live = (row < (ROWS // R) * R) & (in_segment < segment) & (token < tokens) & (index < segments)

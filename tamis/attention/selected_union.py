@@ -51,8 +51,8 @@ def forward(
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     keys, parts = key_tiles(spec)
-    _forward_tiles[(batch * groups, unions.blocks.shape[2])](
-        q_BSHD, k_BSGD, v_BSGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, unions.blocks.shape[3],
+    _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
+        q_BSHD, k_BSGD, v_BSGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, *unions.blocks.shape[2:],
         dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
         PRECISION=precision(q_BSHD.dtype), **settings,
@@ -72,7 +72,7 @@ def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool) 
         torch.empty((*shape[:3], 2), dtype=torch.int32, device=ids_BSGn.device),
     )
     padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
-    _unite_choices[(tiles, batch * groups)](
+    _unite_choices[(tiles * batch * groups,)](
         ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, tiles, most, *ids_BSGn.stride()[:3],
         G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
         WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
@@ -88,8 +88,8 @@ def _unite_choices(
 ):  # fmt: skip
     """Take the tile's distinct blocks out one by one, the smallest first, until there are more than `most`."""
     NONE: tl.constexpr = 2147483647
-    tile = tl.program_id(0)
-    sequence_group = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    sequence_group = (tl.program_id(0) // tiles).to(tl.int64)
     element = tl.arange(0, BT * BS)
     in_tile, slot = element // BS, element % BS
     token = tile * TILE + in_tile
@@ -119,15 +119,15 @@ def _unite_choices(
 
 @triton.jit
 def _forward_tiles(
-    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, capacity, scale,
+    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, tiles, capacity, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Running softmax over the union of a tile. `scale` includes log2(e). The longest tiles start first."""
-    sequence_group = tl.program_id(0).to(tl.int64)
-    tiles = tl.num_programs(1)
-    tile = tiles - 1 - tl.program_id(1)
+    sequence_groups = tl.num_programs(0) // tiles
+    sequence_group = (tl.program_id(0) % sequence_groups).to(tl.int64)
+    tile = tiles - 1 - tl.program_id(0) // sequence_groups
     used = tl.load(counts + (sequence_group * tiles + tile) * 2)
     if used < 0:
         return
