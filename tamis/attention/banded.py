@@ -55,7 +55,7 @@ def _key_tiles(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.con
 
 @triton.jit
 def _rows(first, S, R: tl.constexpr, BM: tl.constexpr):
-    """For each row of a tile: the tile's first token, then the row's distance from it, head of the group, and existence.
+    """The tile's first token, then for each row its distance from it, its head of the group, and whether it exists.
 
     Addresses are a 64-bit place for the tile plus 32-bit distances within it: half the registers, and 1M tokens fit.
     """
@@ -196,14 +196,14 @@ def _dq_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     for j in range(whole_first, whole_end):
         acc = _dq_step(
-            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale, stride_kn, stride_vn,
-            L, STRIDE, W, D, DP, BN, PRECISION, False,
+            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale,
+            stride_kn, stride_vn, L, STRIDE, W, D, DP, BN, PRECISION, False,
         )  # fmt: skip
     for e in range(tiles - (whole_end - whole_first)):
         j = tl.where(e < whole_first, e, e + whole_end - whole_first)
         acc = _dq_step(
-            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale, stride_kn, stride_vn,
-            L, STRIDE, W, D, DP, BN, PRECISION, True,
+            q_tile, dout_tile, k, v, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale,
+            stride_kn, stride_vn, L, STRIDE, W, D, DP, BN, PRECISION, True,
         )  # fmt: skip
 
     column = tl.arange(0, DP)

@@ -64,7 +64,7 @@ def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
 
 
 def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dgates `[B,S,H,3]`, and for the branches' kernels the gates and `gate·<dout, branch>`, both `[3,B,H,S]` float32."""
+    """dgates `[B,S,H,3]`; and for the branches' kernels the gates and `gate·<dout, branch>`, `[3,B,H,S]` float32."""
     dout = unit_last_stride(dout)
     B, S, H, D = cmp.shape
     rows, block = B * S * H, max(1, ELEMENTS // padded(D))
