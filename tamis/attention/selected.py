@@ -3,7 +3,7 @@
 Two forms compute it. `selected_union`: a tile of neighbouring queries walks the union of its blocks; best where that
 union is short. `selected_pairs`: each block meets the queries that chose it; best where neighbours choose differently.
 The forward pass counts each tile's union on the device and takes the better form tile by tile; the backward pass always
-takes the pairs, whose work is exact, and which gives all three gradients in one sweep.
+takes the pairs (`selected_gradients`), whose work is exact: one sweep gives all three gradients.
 
 Shapes: B batch, S tokens, H query heads, G key/value groups, D head dim, n = n_sel.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tamis.attention import selected_pairs, selected_union
+from tamis.attention import selected_gradients, selected_pairs, selected_union
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import unit_last_stride
 
@@ -52,4 +52,4 @@ def selected_backward(
     q, k, v, ids, dout = (unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
     gates = gates_BSH3[..., branch]
     lse, delta = lse_BHS.contiguous(), delta_BHS.contiguous()
-    return selected_pairs.backward(q, k, v, ids, lse, dout, gates, delta, dq_BSHD, spec, accumulate_dq)
+    return selected_gradients.backward(q, k, v, ids, lse, dout, gates, delta, dq_BSHD, spec, accumulate_dq)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
-from tamis.attention import reference, selected_pairs, selected_union  # isort: skip
+from tamis.attention import reference, selected_gradients, selected_pairs, selected_union  # isort: skip
 from tamis.attention.selected import selected_backward, selected_forward  # isort: skip
 from tamis.attention.selected_lists import ITEM, Layout, chunks_of_pairs  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
@@ -83,7 +83,7 @@ class Case:
 
 
 def backward_of_pairs(q, k, v, ids, lse, dout, gates, delta, branch, dq, spec, **options):  # type: ignore[no-untyped-def]
-    return selected_pairs.backward(q, k, v, ids, lse, dout, gates[..., branch], delta, dq, spec, False, **options)
+    return selected_gradients.backward(q, k, v, ids, lse, dout, gates[..., branch], delta, dq, spec, False, **options)
 
 
 def assert_agrees(measured: list[Tensor], expected: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
