@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tamis.attention.verify_decode import require_decode
 from tamis.config import Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import Decoder
+from tamis.model.nsa import NSALayer
 from tamis.run import checkpoints
 from tamis.run.directory import RunDirectory
 
@@ -59,11 +61,17 @@ def load_model(
 
 
 def to_inference(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
-    """Weights in `dtype`; the rotary tables stay in float32, where positions of a long context need them."""
+    """Weights in `dtype`; the rotary tables stay in float32, where positions of a long context need them.
+
+    On a GPU the kernels are held to the specification first.
+    """
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to(device)
+    layer = model.blocks[0].attention
+    if device.type == "cuda" and isinstance(layer, NSALayer):
+        require_decode(device, dtype, layer.heads, layer.groups, layer.dim, layer.spec)
 
 
 def device_for(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 from tamis.attention.decode import decode_attention, reads, reference_tile, tile_attention  # isort: skip
 from tamis.attention.decode_kernels import Splits, decode  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
+from tamis.attention.verify_decode import require_decode, verify_decode  # isort: skip
 
 SPECS = [NSASpec(8, 4, 16, 4, 24), NSASpec(4, 4, 8, 5, 5), NSASpec(12, 3, 6, 8, 40), NSASpec(16, 2, 4, 3, 200)]
 
@@ -135,6 +136,29 @@ def test_reads_count_only_tokens_that_exist() -> None:
     spec = NSASpec(8, 4, 16, 4, 24)
     ids = torch.tensor([[[0, 1, 2, -1]]], dtype=torch.int32)
     assert reads(ids, torch.tensor([40]), spec).tolist() == [[9 + 41 + 24]]
+
+
+def test_the_proof_on_a_device_passes_and_would_notice_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = NSASpec(4, 2, 4, 3, 6)
+    checks = verify_decode(DEVICE, torch.float32, 2, 1, 16, spec, kernels=True)
+    assert [str(check) for check in checks if not check.passed] == []
+    monkeypatch.setattr("tamis.attention.decode_kernels.LOG2E", 1.45)  # scores a little too sharp
+    failed = [
+        check.name for check in verify_decode(DEVICE, torch.float32, 2, 1, 16, spec, kernels=True) if not check.passed
+    ]
+    assert failed == ["decode out", "tile out"]
+
+
+def test_a_device_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = decode_attention
+
+    def doubled(*arguments, kernels=None):
+        out, ids, read = wrong(*arguments, kernels=False)
+        return (out if kernels is False else out * 2), ids, read
+
+    monkeypatch.setattr("tamis.attention.verify_decode.decode_attention", doubled)
+    with pytest.raises(RuntimeError, match="is wrong on cpu: FAIL decode out"):
+        require_decode(torch.device("cpu"), torch.float32, 2, 1, 16, NSASpec(4, 2, 4, 3, 6))
 
 
 COMPILE = """
