@@ -15,6 +15,7 @@ from tamis.run.heartbeat import Heartbeat
 KEPT_STEPS = 500  # step times and logged beats remembered
 STRETCH_S = 30.0  # throughput is judged by stretches of at least this long and STRETCH_STEPS steps
 STRETCH_STEPS = 5
+FORMER_S = 60.0  # the ranks of one run begin within this time of each other
 LOSS_WINDOW = 100  # logged losses whose median is the level of the loss
 LONGEST_TICK_S = 30.0  # a longer gap between two looks means that the watcher itself did not run
 
@@ -23,6 +24,7 @@ class RankHistory:
     def __init__(self, rank: int, awake_s: float) -> None:
         self.rank = rank
         self.last: Heartbeat | None = None
+        self.began: Heartbeat | None = None  # the first beat of the process that beats now
         self.progress_at = awake_s  # awake seconds at the last new (pid, step, phase, detail)
         self.steps_by_this_process = 0
         self.step_times: deque[float] = deque(maxlen=KEPT_STEPS)
@@ -34,7 +36,8 @@ class RankHistory:
         self._step_ended: Heartbeat | None = None  # the last step_end, while nothing but steps followed it
 
     def add(self, beat: Heartbeat, awake_s: float) -> None:
-        if self.last is not None and beat.pid != self.last.pid:
+        if self.began is None or beat.pid != self.began.pid:
+            self.began = beat
             self.steps_by_this_process = 0
             self._step_started = self._step_ended = None
         if self.last is None or _mark(beat) != _mark(self.last):  # the same beat again is no progress
@@ -95,10 +98,16 @@ class RunHistory:
                 self._log(beat)
 
     def restart(self, expected_ranks: int) -> None:
-        """New processes are about to start: give every rank the patience of a beginning."""
-        for rank in range(expected_ranks):
-            history = self.ranks.setdefault(rank, RankHistory(rank, self.awake_s))
+        """New processes are about to start: each gets the patience of a beginning; ranks beyond them are forgotten."""
+        known = self.ranks
+        self.ranks = {rank: known.get(rank) or RankHistory(rank, self.awake_s) for rank in range(expected_ranks)}
+        for history in self.ranks.values():
             history.last, history.progress_at, history.steps_by_this_process = None, self.awake_s, 0
+
+    def forget_former_ranks(self) -> None:
+        """Drop ranks that fell silent before rank 0's process began: an earlier run here had more of them."""
+        begun = self.ranks[0].began.ts - FORMER_S if 0 in self.ranks and self.ranks[0].began else 0.0
+        self.ranks = {rank: r for rank, r in self.ranks.items() if r.last is None or r.last.ts >= begun}
 
     def silent_s(self, rank: int) -> float:
         return self.awake_s - self.ranks[rank].progress_at

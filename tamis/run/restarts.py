@@ -75,6 +75,8 @@ def _final_code(ending: Ending) -> int | None:
     """The code to stop with, for endings after which nobody wants a restart."""
     if ending.code in (ExitCode.ANOMALY, ExitCode.USAGE):
         return ending.code  # also when the other ranks had to be stopped, because they waited for the one that failed
+    if ending.code == ExitCode.DONE and not (ending.alarm and ending.alarm.severity == "halt"):
+        return ending.code  # a stall on the way out changes nothing
     if ending.alarm is not None:
         return ExitCode.ANOMALY if ending.alarm.severity == "halt" else None
     if ending.term_sent and ending.code != ExitCode.DONE:

@@ -33,6 +33,8 @@ def watch(
     watcher = Watcher(run, limits or limits_of(run))
     events = EventLog(run, by="watchdog", say=say)
     say(f"[watchdog] watching {run.path}, {'halting' if halt else 'only reporting'} on an alarm")
+    watcher.catch_up()
+    watcher.history.forget_former_ranks()
     while True:
         for alarm in watcher.look():
             if alarm.kind == "dead_rank" and RunLock(run.lock).is_held():

@@ -47,6 +47,12 @@ def test_a_stall_is_restarted_and_an_anomaly_is_not() -> None:
     assert (verdict.restart, verdict.code) == (False, 5)
 
 
+def test_a_run_that_was_done_before_it_stalled_on_the_way_out_is_done() -> None:
+    verdict = RestartBudget().judge(Ending(0, 10, alarm=STALL))
+    assert (verdict.restart, verdict.code) == (False, 0)
+    assert RestartBudget().judge(Ending(0, 10, alarm=LEAK)).code == 5
+
+
 def test_stalls_without_end_are_an_anomaly() -> None:
     budget = RestartBudget()
     verdicts = [budget.judge(Ending(-9, 10, alarm=STALL)) for _ in range(4)]

@@ -103,3 +103,9 @@ def test_nothing_is_left_behind_when_the_worker_ends(tmp_path: Path) -> None:
     while list(tmp_path.iterdir()):
         assert time.monotonic() < deadline, f"left behind: {list(tmp_path.iterdir())}"
         time.sleep(0.05)
+
+
+def test_without_py_spy_the_python_stacks_are_there_and_the_remedy_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tamis.run.stackdump.shutil.which", lambda *_, **__: None)
+    text = write_stackdump(RunDirectory(tmp_path), 0, os.getpid(), "File x, line 3").read_text()
+    assert "pip install py-spy" in text and "File x, line 3" in text and f"thread {os.getpid()}" in text

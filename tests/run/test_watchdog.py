@@ -232,6 +232,26 @@ def test_after_a_restart_the_patience_of_a_beginning_is_given_again() -> None:
     assert patience(run.history.ranks[0], run.limits) == run.limits.first_step_s
 
 
+def test_ranks_of_an_earlier_larger_run_are_not_waited_for() -> None:
+    run = SimulatedRun(ranks=8)
+    run.steps(1, 20)
+    run.history.restart(2)
+    run.processes = {0: "running", 1: "running"}
+    run.pid = 300
+    run.steps(21, 400)
+    assert run.alarms == [] and set(run.history.ranks) == {0, 1}
+
+
+def test_a_watchdog_that_comes_later_forgets_them_too() -> None:
+    run = SimulatedRun(ranks=8)
+    run.steps(1, 20)
+    run.monotonic += 3600
+    run.pid = 300
+    run.beat("boot", 0, ranks=[0, 1])
+    run.history.forget_former_ranks()
+    assert set(run.history.ranks) == {0, 1}
+
+
 def test_the_limits_follow_the_config() -> None:
     synthetic = build_config({"data": {"dataset": "synthetic"}})
     assert limits_for(synthetic).loss_floor == pytest.approx(math.log(50257) - 0.1)
