@@ -64,6 +64,5 @@ def require_decode(device: torch.device, dtype: torch.dtype, heads: int, groups:
     """Refuse a device whose kernels disagree with the specification; once for each shape."""
     failed = [check for check in verify_decode(device, dtype, heads, groups, dim, spec) if not check.passed]
     if failed:
-        raise RuntimeError(
-            f"attention over the caches is wrong on {device}: {'; '.join(map(str, failed))}; use --device cpu and report it"
-        )
+        found = "; ".join(map(str, failed))
+        raise RuntimeError(f"attention over the caches is wrong on {device}: {found}; use --device cpu and report it")
