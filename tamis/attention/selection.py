@@ -22,7 +22,7 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
 SCORE_BYTES = 128 << 20  # scores held at once
-HELD_BYTES = 100 << 10  # shared memory for queries: as many heads at once as fit, so that keys alone are read again
+HELD_BYTES = 100 << 10  # queries of all heads stay in shared memory up to this size, else they are read again and again
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 MOST_KEYS = 256  # a selection block of more strides than this is left to the reference
 
@@ -47,7 +47,7 @@ def _score_kernel(
     B, S, N, G, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, HEADS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Scores of BM tokens, all heads of a group: `scores` [B,G,T,runs,RUN_P2] and `best_of_run` [B,G,T,runs]."""
     PIECES: tl.constexpr = L // STRIDE  # of a compressed block
@@ -67,37 +67,42 @@ def _score_kernel(
     at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
     mask_q = alive[:, None] & (column < D)[None, :]
     ended = tl.maximum((token + 1 - L + STRIDE) // STRIDE, 0)
-    for first_head in range(0, R, HEADS):
+    if HELD:
         q_tiles = ()
         lse_rows = ()
-        for r in tl.static_range(HEADS):
-            q_tiles += (tl.load(at_q + (first_head + r) * stride_qh, mask=mask_q, other=0.0),)
-            lse_rows += (tl.load(lse + (first_head + r) * S + token, mask=alive, other=0.0) * 1.4426950408889634,)
-        for run in range(wanted):
-            # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
-            i = run * RUN * PIECES_SEL - (PIECES - 1) + tl.arange(0, BN)
-            inside = (i >= 0) & (i < N)
-            at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
-            k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-            p = tl.zeros([BM, BN], tl.float32)
-            for r in tl.static_range(HEADS):
+        for r in tl.static_range(R):
+            q_tiles += (tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0),)
+            lse_rows += (tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634,)
+
+    for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
+        # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
+        i = run * RUN * PIECES_SEL - (PIECES - 1) + tl.arange(0, BN)
+        inside = (i >= 0) & (i < N)
+        at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
+        k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+        p = tl.zeros([BM, BN], tl.float32)
+        if HELD:
+            for r in tl.static_range(R):
                 s = tl.dot(q_tiles[r], tl.trans(k_tile), input_precision=PRECISION)
                 p += tl.exp2(s * scale - lse_rows[r][:, None])
-            p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
+        else:
+            for r in range(R):
+                q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
+                lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                p += tl.exp2(s * scale - lse2[:, None])
+        p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
 
-            # overlap[i,j]: pieces of compressed block i that lie in selection block j.
-            j = run * RUN + tl.arange(0, RUN_P2)
-            low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
-            high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
-            score = _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
-            at = row * runs + run
-            at_score = scores + at[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :]
-            if HEADS < R:  # this program's own sums over the heads before these
-                score += tl.load(at_score, mask=alive[:, None] & (first_head > 0), other=0.0)
-            eligible = ((j >= 1) & (tl.arange(0, RUN_P2) < RUN))[None, :] & (j[None, :] <= token[:, None] // L_SEL - 2)
-            score = tl.where(eligible | (first_head + HEADS < R), score, -1.0)
-            tl.store(best_of_run + at, tl.max(score, 1), mask=alive)
-            tl.store(at_score, score, mask=alive[:, None])
+        # overlap[i,j]: pieces of compressed block i that lie in selection block j.
+        j = run * RUN + tl.arange(0, RUN_P2)
+        low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
+        high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
+        score = _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
+        eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
+        score = tl.where(eligible[None, :] & (j[None, :] <= token[:, None] // L_SEL - 2), score, -1.0)
+        at = row * runs + run
+        tl.store(best_of_run + at, tl.max(score, 1), mask=alive)
+        tl.store(scores + at[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :], score, mask=alive[:, None])
 
 
 @triton.jit
@@ -170,8 +175,7 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
         return reference.select_blocks(q, k_cmp, spec)
     run = (keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
     run_p2 = max(16, triton.next_power_of_2(run))
-    at_once = max(1, HELD_BYTES // (tile.rows * padded(D) * q.element_size()))
-    heads = max(n for n in range(1, H // G + 1) if H // G % n == 0 and n <= at_once)
+    held = H // G * tile.rows * padded(D) * q.element_size() <= HELD_BYTES
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
     for t_begin, t_end in _chunks(B, S, G, spec):
@@ -179,11 +183,12 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
         if spec.selection_blocks(t_end) > spec.n_sel > FORCED_BLOCKS:
-            _score_kernel[(triton.cdiv(t_end - t_begin, tile.rows) * B * G,)](
+            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else runs)
+            _score_kernel[grid](
                 q, k_cmp, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
-                PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HEADS=heads,
+                PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
                 **tile.options,
             )  # fmt: skip
         runs_p2 = triton.next_power_of_2(runs)

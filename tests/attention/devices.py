@@ -51,11 +51,10 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
-def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, spec):
-    """Relative RMSE of a branch's output, log-sum-exp and gradients: its two kernel functions against the reference."""
+def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, spec, slack=1.0):
+    """Hold a branch's output and gradients to the reference, the gradients to `slack` times the limit."""
     from tamis.attention.mix import mix_backward
 
-    limit = LIMIT[q.dtype]
     exact = [x.detach().float().requires_grad_() for x in (q, k, v, gates)]
     expected = attend(*exact[:3], spec)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(7)).to(q)
@@ -73,5 +72,6 @@ def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, 
     measured = {"out": out, "dq": dq, "dk": dk, "dv": dv, "dgates": dgates, "added dq": added}
     wanted = (expected, *gradients, 2 * gradients[0])
     errors = {name: relative_rmse(x, y, floor=0.1) for (name, x), y in zip(measured.items(), wanted, strict=True)}
-    assert max(errors.values()) <= limit, errors
+    limit = LIMIT[q.dtype]
+    assert errors["out"] <= limit and max(errors.values()) <= slack * limit, errors
     return out, lse

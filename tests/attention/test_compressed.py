@@ -8,13 +8,15 @@ from tamis.attention import NSASpec, reference
 from tamis.attention.compressed import compressed_backward, compressed_forward
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
+# With one key taking nearly all weight, `dP − delta` cancels while `delta` comes from an output rounded to 8 bits.
+SLACK_OF_LARGE_LOGITS = 2.0
 __all__ = ["poisoned_memory"]
 
 
-def check(spec, dtype, **shape):
+def check(spec, dtype, slack=1.0, **shape):
     q, k, v, *_, gates = random_inputs(spec, dtype=dtype, **shape)
     args = (compressed_forward, compressed_backward, reference.compressed_attention, 0, q, k, v, gates, spec)
-    return branch_against_reference(*args)
+    return branch_against_reference(*args, slack=slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,4 +50,4 @@ def test_a_sequence_shorter_than_a_block_gives_zeros_and_empty_gradients(poisone
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_stay_finite_and_right(poisoned_memory, dtype):
-    check(SMALL, dtype, tokens=29, scale=30.0)
+    check(SMALL, dtype, tokens=29, scale=30.0, slack=SLACK_OF_LARGE_LOGITS)

@@ -7,14 +7,16 @@ from tests.attention.devices import DTYPES, branch_against_reference, poisoned_m
 from tamis.attention import NSASpec, reference
 from tamis.attention.window import window_backward, window_forward
 
+# With one key taking nearly all weight, `dP − delta` cancels while `delta` comes from an output rounded to 8 bits.
+SLACK_OF_LARGE_LOGITS = 2.0
 __all__ = ["poisoned_memory"]
 
 
-def check(window, dtype, **shape):
+def check(window, dtype, slack=1.0, **shape):
     spec = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=window)
     q, _, _, _, _, k, v, gates = random_inputs(spec, dtype=dtype, **shape)
     args = (window_forward, window_backward, reference.window_attention, 2, q, k, v, gates, spec)
-    return branch_against_reference(*args)
+    return branch_against_reference(*args, slack=slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,4 +37,4 @@ def test_one_token_sees_itself(poisoned_memory):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_stay_finite_and_right(poisoned_memory, dtype):
-    check(12, dtype, tokens=29, scale=30.0)
+    check(12, dtype, tokens=29, scale=30.0, slack=SLACK_OF_LARGE_LOGITS)
