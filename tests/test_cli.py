@@ -9,17 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from tamis.cli import app, guarded, train_showcase
-from tamis.config import ConfigError, build_config, load_config
+from tamis.config import ConfigError, load_config
 from tamis.data.errors import DataError
 from tamis.run import launching
 from tamis.run.directory import RunDirectory
@@ -238,13 +236,11 @@ def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
     assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["start", "end"]
 
 
-def test_the_estimate_for_the_phases_is_measured_or_missing(job: Launch, capsys) -> None:
+def test_the_estimate_for_the_phases_is_measured_or_missing(job: Launch, monkeypatch, capsys) -> None:
     assert (launching.estimated_toks_per_s(job) or 0) > 0
-    tree = job.config.model_dump()
-    tree["runtime"]["device"] = "cuda"
-    if not torch.cuda.is_available():
-        assert launching.estimated_toks_per_s(replace(job, config=build_config(tree))) is None
-        assert "the estimate failed" in capsys.readouterr().out
+    monkeypatch.setattr(launching.sys, "executable", "false")
+    assert launching.estimated_toks_per_s(job) is None
+    assert "the estimate failed" in capsys.readouterr().out
 
 
 def test_a_saved_copy_of_the_last_checkpoint_resumes(here: Path, capsys) -> None:
@@ -254,6 +250,8 @@ def test_a_saved_copy_of_the_last_checkpoint_resumes(here: Path, capsys) -> None
     told = capsys.readouterr().out
     assert "resuming from kept/last.pt" in told
     assert "step 4/4" in told
+    assert train_showcase(["--config", "mine.yaml", "--steps", "4", "--resume", "out/checkpoint_step9.pt"]) == 2
+    assert "there is no such file; resume from checkpoint_step4.pt" in capsys.readouterr().err
     (here / "kept" / "last.pt").write_bytes((here / "kept" / "last.pt").read_bytes()[:-1])
     assert train_showcase(["--config", "mine.yaml", "--steps", "4", "--resume", "kept/last.pt"]) == 2
     assert "kept/last.pt cannot be used: it holds" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import socket
 import tarfile
 import urllib.request
@@ -18,7 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from tamis.cli import app
 from tamis.config import build_config, load_config
 from tamis.run.checkpoints import latest_valid_checkpoint
 from tests.checkout import MINIATURE, ROOT, Checkout, Done, make_checkout
@@ -159,17 +162,11 @@ def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(checkout: Checkou
         f"--resume {out}/checkpoint_step{{N}}.pt", ""
     )
     ok(checkout.run(f"{first} {small} train.steps=3"))
-    missing = checkout.run(start.replace("{N}", "5").replace("torchrun --nproc_per_node=2", "python") + f" {small}")
-    assert missing.code == 2
-    assert "checkpoint_step5.pt cannot be used: there is no such file; resume from checkpoint_step3.pt" in missing
     resumed = ok(checkout.run(start.replace("{N}", "3") + f" {small} train.steps=6"))
     assert "2 × CPU" in resumed
     assert steps_logged(checkout, out) == [1, 2, 3, 4, 5, 6]
     assert "step,loss,lr,toks_per_s" in checkout.run("timeout 1 " + command(0, "tail -f"))
     assert "DONE" in ok(checkout.run(command(0, "tamis monitor")))
-    judged = checkout.run(command(0, "tamis judge"))
-    assert judged.code == 1  # a pilot runs for two hours
-    assert "trains for at least two hours" in judged
     assert "report.html" in ok(checkout.run(command(0, "tamis report")))
     bundle = checkout.run(command(0, "tamis handoff"))
     assert bundle.code == 1
@@ -182,7 +179,7 @@ def steps_logged(checkout: Checkout, out: str) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(file)]
 
 
-def test_pilot_measures(checkout: Checkout) -> None:
+def test_pilot_measures(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml", "runtime.precision=fp32")
     compare = command(0, "profiler_comparison.py").replace("100", "2").replace("10", "1")
     rows = json.loads(ok(checkout.run(compare, CONFIG=config)).splitlines()[-1])["rows"]
@@ -192,8 +189,9 @@ def test_pilot_measures(checkout: Checkout) -> None:
     assert "NSA_SEL_RANGES_V2=1: has nothing left to choose" in marked
     assert "NVTX ranges were asked for, but there is no GPU" in marked
     assert "step 2/2" in marked
-    estimate = ok(checkout.run(command(0, "tamis estimate").replace("configs/m7c_125m_80g.yaml", config)))
-    assert "tok/s" in estimate
+    monkeypatch.chdir(checkout.path)
+    words = shlex.split(command(0, "tamis estimate").replace("configs/m7c_125m_80g.yaml", config))
+    assert "tok/s" in CliRunner().invoke(app, words[1:]).output  # here, where torch is loaded already
     demo = command(0, "demo_64k.py").replace("65536", "96").replace("4096", "32")
     told = ok(checkout.run(f"{demo} --decode_tokens 2 {SMALL}"))
     assert "reads_total" in told
@@ -251,8 +249,10 @@ def test_production_launch_in_miniature(checkout: Checkout) -> None:
     with tarfile.open(bundle) as packed:
         names = {Path(name).name for name in packed.getnames()}
     assert {"run.info", "training.csv", "checkpoint_step300.pt", "report.html", "go_no_go.txt", "SHA256SUMS"} <= names
-    assert command(1, "tamis judge") == command(2, "tamis judge")
-    assert checkout.run(command(1, "tamis judge")).code == 1  # not the two hours of a pilot
+    assert command(1, "tamis judge") == command(2, "tamis judge") == f"tamis judge {out}"
+    judged = checkout.run(command(0, "tamis judge").replace("artifacts/m7c_125m", out))
+    assert judged.code == 1
+    assert "trains for at least two hours" in judged  # which this one did not
 
 
 def assert_went_on(checkout: Checkout, out: str, halted_at: int) -> None:
