@@ -35,7 +35,7 @@ from tamis.train.session import Session
 from tamis.train.settings import apply_settings
 from tamis.train.step import COMPUTE_DTYPE
 
-STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.ANOMALY)
+STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPTED: torchrun sends TERM to regroup
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,12 +85,20 @@ def _require_gpu_for_production(config: Config) -> None:
 
 
 def _end_before_restart(run: RunDirectory, workers: Workers) -> int | None:
-    """torchrun's elastic restarts also restart workers that were told to stop, or cannot go on: they end again."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
-        return None
+    """torchrun's elastic restarts also restart workers that were told to stop, or cannot go on: they end again.
+
+    Machines count their restarts apart. A halted run ends with 0 now, lest torchrun try yet again.
+    """
     last = read_heartbeats(run.heartbeat(0), tail=1) if workers.is_main else []
-    code = workers.gather(last[-1].exit_code if last else None)[0]
-    return int(code) if code in STAYS_ENDED else None
+    own = [int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), last[-1].exit_code if last else None]
+    of_rank = workers.gather(own)
+    code = of_rank[0][1]
+    if max(restarts for restarts, _ in of_rank) == 0 or code not in STAYS_ENDED:
+        return None
+    print(
+        f"[tamis] rank {workers.rank}: the run had ended (exit code {code}); a restart does not change that", flush=True
+    )
+    return 0 if code == ExitCode.HALTED else int(code)
 
 
 def _train(session: Session, resume: str | None, started: float) -> int:

@@ -6,8 +6,11 @@ processes, and into a model that is not sharded at all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,10 +66,19 @@ def save_shards(run: RunDirectory, state: State, config: Config, workers: Worker
 def _write(folder: Path, tensors: dict[str, Tensor], alone: bool) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer, no_dist=alone)
+        with _quiet():
+            dcp.save(tensors, storage_writer=writer, no_dist=alone)
     except dcp.api.CheckpointException as error:  # raised on every rank, whichever failed
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise OSError(f"the shards could not be written: {reasons}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch warns that a process works alone also where it was told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def read_facts(path: Path) -> State:
@@ -78,7 +90,8 @@ def read_whole(path: Path, device: torch.device) -> State:
     reader = dcp.HuggingFaceStorageReader(str(path))
     found = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
     tensors = {name: torch.empty(kept.size, dtype=kept.properties.dtype, device=device) for name, kept in found.items()}
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with _quiet():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return unflatten(tensors)
 
 
@@ -87,7 +100,8 @@ def read_into(path: Path, sharded: State) -> State:
     reader = dcp.HuggingFaceStorageReader(str(path))
     found = reader.read_metadata().state_dict_metadata  # a parameter that no gradient ever reached has no moments
     tensors = {name: tensor for name, tensor in flatten(sharded).items() if name in found}
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with _quiet():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return unflatten(tensors)
 
 

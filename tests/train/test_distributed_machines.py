@@ -1,0 +1,68 @@
+"""Two machines, as two torchrun agents that meet by rendezvous: the same command, restarts included."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.directory import RunDirectory
+from tamis.run.heartbeat import Heartbeat, read_heartbeats
+from tests.train.processes import WAIT_S, free_port, tiny_config, wait_until
+
+
+def machine(config_yaml: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """What an operator types on each machine (docs/multi-node.md), here with one process per machine."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *rendezvous]
+    worker = ["-m", "tamis.train.main", "--config", str(config_yaml), "--resume", "auto"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted workers find addresses of dead ones
+    with log.open("wb") as file:
+        return subprocess.Popen([*torchrun, "--max-restarts=5", *worker], stdout=file, stderr=file, env=environment)
+
+
+def last_beat(run: RunDirectory, rank: int) -> Heartbeat | None:
+    beats = read_heartbeats(run.heartbeat(rank), tail=1)
+    return beats[-1] if beats else None
+
+
+def reached(run: RunDirectory, step: int, not_pid: int = 0) -> bool:
+    """Whether both ranks have come to that step, rank 1 as another process than `not_pid`."""
+    beats = [last_beat(run, rank) for rank in (0, 1)]
+    return all(beat is not None and beat.step >= step and beat.pid != not_pid for beat in beats)
+
+
+def test_a_killed_worker_is_restarted_on_both_machines_and_a_halt_is_final(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "train.steps=100000", "train.save_every=10")
+    run, config_yaml, port = RunDirectory(config.train.out_dir), tmp_path / "config.yaml", free_port()
+    config_yaml.write_text(config.to_yaml())
+    logs = [tmp_path / f"machine{number}.log" for number in (0, 1)]
+    machines = [machine(config_yaml, port, log) for log in logs]
+    try:
+        wait_until(lambda: reached(run, 25), "both machines train")
+        victim = last_beat(run, 1)
+        assert victim is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_until(lambda: reached(run, 25, not_pid=victim.pid) and started_again(run), "training goes on")
+        run.halt.touch()
+        codes = [process.wait(timeout=WAIT_S) for process in machines]
+        assert codes == [0, 0]
+    finally:
+        for process in machines:
+            process.kill()
+            process.wait()
+    said = "\n".join(log.read_text(errors="replace") for log in logs)
+    beats = [last_beat(run, rank) for rank in (0, 1)]
+    assert [(beat.phase, beat.exit_code) for beat in beats if beat] == [("halted", 3), ("halted", 3)], said
+    assert "resuming from" in said and said.count("halted at step") == 1, said
+    assert "a restart does not change that" in said, "torchrun restarts a halted run, and it ends again"
+    assert latest_valid_checkpoint(run) == beats[0].step == beats[1].step  # type: ignore[union-attr]
+
+
+def started_again(run: RunDirectory) -> bool:
+    """Whether rank 0 has finished a step since its second start."""
+    beats = read_heartbeats(run.heartbeat(0))
+    boots = [index for index, beat in enumerate(beats) if beat.phase == "boot"]
+    return len(boots) > 1 and any(beat.phase == "step_end" for beat in beats[boots[-1] :])
