@@ -99,9 +99,9 @@ class Supervisor:
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watcher = Watcher(run, options.limits or limits_for(config))
-        self.workers: Workers | None = None
         self.asked_to_stop = 0  # how many TERM or INT have come
-        self.term_sent = False
+        self.kill_at: float | None = None  # monotonic; set when TERM was passed on
+        self.killed = False
         self.started = time.time()
 
     def run_to_its_end(self) -> int:
@@ -136,7 +136,7 @@ class Supervisor:
         command = self.options.command(self.run.config_yaml, self.processes, checkpoint)
         self.watcher.begin(self.processes)
         since = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
-        self.workers = workers = Workers(command, self.log, self.screen)
+        workers = Workers(command, self.log, self.screen)
         self.events.record(
             "start",
             f"{self.processes} worker(s) {since}",
@@ -154,7 +154,7 @@ class Supervisor:
         self.watcher.catch_up()
         self._forget_own_halt()
         code = true_exit_code(workers.process.returncode, self.watcher.exit_codes())
-        return Ending(code, self.watcher.furthest_step, alarm, self.term_sent)
+        return Ending(code, self.watcher.furthest_step, alarm, term_sent=self.kill_at is not None)
 
     def _watch(self, workers: Workers) -> Alarm | None:
         """Record what is wrong, and stop the run when it must be; the alarm it was stopped for."""
@@ -198,12 +198,17 @@ class Supervisor:
             halt.consume()
 
     def _pass_on_stop(self, workers: Workers) -> None:
-        if self.asked_to_stop and not self.term_sent:
-            self.term_sent = True
+        """The first request is TERM for the workers; a second, or too long a time after the first, is their end."""
+        if not self.asked_to_stop or self.killed:
+            return
+        if self.kill_at is None:
             self.events.record("term", "asked to stop; the workers save a checkpoint and leave")
+            self.kill_at = time.monotonic() + self.options.grace.term_s
             workers.send(signal.SIGTERM)
-        if self.asked_to_stop > 1:
-            self.events.record("kill", "asked to stop a second time; killing the workers")
+        elif self.asked_to_stop > 1 or time.monotonic() > self.kill_at:
+            why = "asked to stop a second time" if self.asked_to_stop > 1 else "the workers did not leave after TERM"
+            self.events.record("kill", f"{why}; killing them")
+            self.killed = True
             workers.send(signal.SIGKILL)
 
     def _checkpoint(self) -> Path | None:

@@ -70,6 +70,14 @@ def test_a_supervisor_told_twice_kills_the_workers(launching) -> None:
     assert not worker.is_alive()
 
 
+def test_workers_that_do_not_leave_after_term_are_killed(launching) -> None:
+    launched = launching(fault={"kind": "hang_in_compute", "step": 7})
+    launched.until_step(7)
+    launched.process.terminate()
+    assert launched.wait() == 4, launched.told()
+    assert launched.events() == ["start", "term", "kill", "end"]
+
+
 def test_a_worker_told_to_stop_is_not_restarted(launching) -> None:
     """The operator's `pkill -f train_showcase.py`."""
     launched = launching(**SLOWLY)
