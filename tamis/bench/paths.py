@@ -57,6 +57,8 @@ def _paths(config: Config, device: torch.device) -> list[str]:
 def _measure(path: str, config: Config, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
     tree = config.model_dump()
     tree["model"]["attention"] = "dense" if path == "dense twin" else "nsa"
+    if path == "reference":
+        tree["runtime"] |= {"compile": False, "cuda_graph": False}  # plain PyTorch, as the specification stands
     shaped = build_config(tree)
     torch._dynamo.reset()
     try:

@@ -35,9 +35,10 @@ def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> in
         lines.append("no GPU: this runs on the CPU, where the plain-PyTorch reference computes attention")
     lines.append(describe(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k))
     print("\n".join(lines), flush=True)
-    passed = _run(_three_tests(config, device), "Causality test", lines)
+    model, tokens = _fresh_model(config, device)
+    passed = _run(_three_tests(model, tokens), "Causality test", lines)
     if full:
-        passed &= _run(_extended_tests(config, device), "Extended tests", lines)
+        passed &= _run(_extended_tests(model, tokens), "Extended tests", lines)
     path = reports / f"causality_{time.strftime('%Y%m%d_%H%M%S')}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, "\n".join(lines) + "\n")
@@ -62,32 +63,32 @@ def _say(line: str, lines: list[str]) -> None:
     print(line, flush=True)
 
 
-def _three_tests(config: Config, device: torch.device) -> Iterator[Result]:
-    length = 2 * config.nsa.w + 5  # beyond the window, and a multiple of nothing
-    model, tokens = _model(config, device, length)
+def _fresh_model(config: Config, device: torch.device) -> tuple[Decoder, Tensor]:
+    """And random tokens for the longest test."""
+    torch.manual_seed(config.train.seed)
+    longest = 4 * config.nsa.w + config.nsa.l + 1
+    model = Decoder(config, max_len=longest).to(device).eval()
+    return model, torch.randint(config.vocab_size, (1, longest), device=device)
+
+
+def _three_tests(model: Decoder, tokens_1S: Tensor) -> Iterator[Result]:
+    config, device = model.config, tokens_1S.device
+    tokens = tokens_1S[:, : 2 * config.nsa.w + 5]  # beyond the window, and a multiple of nothing
     with autocast(config, device):
         yield future_does_not_change_past(model, tokens)
         yield no_gradient_from_past_to_future(model, tokens)
     yield decode_equals_forward(model, tokens)
 
 
-def _extended_tests(config: Config, device: torch.device) -> Iterator[Result]:
-    l, w = config.nsa.l, config.nsa.w  # noqa: E741
-    for length in sorted({n + offset for n in (l, w, 2 * w, 4 * w) for offset in (-1, 0, 1)}):
-        if length < 2:
-            continue
-        model, tokens = _model(config, device, length)
+def _extended_tests(model: Decoder, tokens_1S: Tensor) -> Iterator[Result]:
+    config, device = model.config, tokens_1S.device
+    edges = (config.nsa.l, config.nsa.w, 2 * config.nsa.w, 4 * config.nsa.w)
+    for length in sorted({max(2, edge + offset) for edge in edges for offset in (-1, 0, 1)}):
         with autocast(config, device):
-            yield future_does_not_change_past(model, tokens)
+            yield future_does_not_change_past(model, tokens_1S[:, :length])
     if reason := why_no_kernels(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k):
         print(f"     kernels are not compared with the reference: {reason}")
     yield from selfcheck(config, device)
-
-
-def _model(config: Config, device: torch.device, length: int) -> tuple[Decoder, Tensor]:
-    torch.manual_seed(config.train.seed)
-    model = Decoder(config, max_len=length).to(device).eval()
-    return model, torch.randint(config.vocab_size, (1, length), device=device)
 
 
 @torch.no_grad()
