@@ -27,7 +27,17 @@ from tamis.run.checkpoints import latest_valid_checkpoint
 from tests.checkout import MINIATURE, ROOT, Checkout, Done, make_checkout
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))
-NOT_OURS = ("ssh ", "tmux ", "git clone ", "watch ", "nvidia-smi", "tensorboard ", "python -c ", "ls ")
+NOT_OURS = (
+    ". .venv/bin/activate",
+    "ssh ",
+    "tmux ",
+    "git clone ",
+    "watch ",
+    "nvidia-smi",
+    "tensorboard ",
+    "python -c ",
+    "ls ",
+)
 SMALL = " ".join(MINIATURE)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
 
