@@ -36,6 +36,7 @@ RUN_AS_TRAIN_SEES_IT = {
     "records",
     "signals",
     "stackdump",
+    "timeline",
 }
 WITHOUT_TORCH = ["run", "data", *ROOT]
 

@@ -58,9 +58,7 @@ def require_right_attention(config: Config, device: torch.device) -> None:
     wrong = [result for result in attention_agrees(config, device) if not result.passed]
     if wrong:
         named = ", ".join(f"{r.name} {r.measured:.2e} (limit {r.limit:.0e})" for r in wrong)
-        raise Anomaly(
-            "attention_mismatch", f"attention kernels disagree with the reference on this device: {named}"
-        )
+        raise Anomaly("attention_mismatch", f"attention kernels disagree with the reference on this device: {named}")
 
 
 @torch.no_grad()

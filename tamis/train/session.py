@@ -15,6 +15,7 @@ from tamis.model import Decoder
 from tamis.run.directory import RunDirectory
 from tamis.run.lock import RunLock
 from tamis.run.signals import StopReason, StopSignals
+from tamis.run.timeline import set_aside_later
 from tamis.train import step_numbers
 from tamis.train.agreement import fingerprint, raise_difference, require_agreement, together
 from tamis.train.checkpoint import load_checkpoint, save_checkpoint
@@ -74,6 +75,8 @@ class Session:
                 together(workers, lambda: self.restore(Path(checkpoint)))
             self._require_something_to_do(checkpoint)
         self.position = self.loader.state()
+        if workers.is_main and (folder := set_aside_later(self.run, self.step)):
+            self.progress.say(f"[tamis] checkpoints beyond step {self.step} are of another run: set aside in {folder}")
         self.telemetry.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
 
