@@ -74,7 +74,8 @@ class Checkout:
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def environment(self, **more: str) -> dict[str, str]:
-        ours = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "NCCL_", "TRITON_", "PYTEST_"))}
+        dropped = ("NSA_", "NCCL_", "TRITON_", "PYTEST_", "CONFIG")
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
         path = f"{self.path / 'shims'}:{self.path / '.venv' / 'bin'}:{ours['PATH']}"
         return {**ours, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "160", **more}
 
