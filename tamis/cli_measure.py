@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,7 +37,7 @@ def profile(
 
 @bench_app.command("attention")
 def bench_attention(
-    shapes: Annotated[list[str] | None, typer.Option("--shape", help="m7c or paper; repeatable")] = None,
+    shapes: Annotated[list[Literal["m7c", "paper"]] | None, typer.Option("--shape", help="repeatable")] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a sequence; repeatable")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
     repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
