@@ -37,7 +37,7 @@ def profile(
 
 @bench_app.command("attention")
 def bench_attention(
-    shapes: Annotated[list[Literal["m7c", "paper"]] | None, typer.Option("--shape", help="repeatable")] = None,
+    shape: Annotated[Literal["m7c", "paper", "both"], typer.Option(help="heads, groups and sizes to measure")] = "both",
     lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a sequence; repeatable")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
     repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
@@ -50,7 +50,8 @@ def bench_attention(
     loading_torch()
     from tamis.bench.attention import LENGTHS, run
 
-    print(json.dumps(run(shapes or ("m7c", "paper"), lengths or LENGTHS, tokens, repeats=repeats, device=device)))
+    shapes = ("m7c", "paper") if shape == "both" else (shape,)
+    print(json.dumps(run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)))
 
 
 @bench_app.command("paths")
