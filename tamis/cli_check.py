@@ -50,7 +50,7 @@ def causality(
     Example: tamis causality configs/m7c_125m_2xa100_production.yaml --full
     """
     loading_torch()
-    from tamis.generate.causality import causality as test
+    from tamis.train.causality import causality as test
 
     raise typer.Exit(test(resolve(words), full))
 

@@ -98,6 +98,11 @@ def test_train_uses_of_run_the_file_formats_alone() -> None:
     assert used <= RUN_AS_TRAIN_SEES_IT
 
 
+def test_generate_uses_of_train_the_reading_of_checkpoints_alone() -> None:
+    used = {rest[1] for _, rest in house_imports("generate") if rest[0] == "train" and len(rest) > 1}
+    assert used <= {"checkpoint"}
+
+
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
 def test_no_torch_is_named_where_none_may_be(room: str) -> None:
     torches = ("torch", "triton")

@@ -3,7 +3,7 @@
 import pytest
 
 from tamis.config import Config
-from tamis.generate.causality import causality
+from tamis.train.causality import causality
 from tamis.model.decoder import Block
 from tamis.model.nsa import NSALayer
 from tests.model.tiny import tiny_config
