@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
+from tamis.run.heartbeat import Phase
 from tamis.run.signals import EXIT_CODE_OF, StopReason
 from tamis.train.session import Session
 
@@ -35,15 +36,18 @@ def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
     session.save_if_new()
     if reason == "halt" and session.workers.is_main:
         session.progress.say(f"[tamis] halted at step {session.step}: {HaltFile(session.run.halt).consume()}")
-    session.telemetry.beat("halted", session.step, exit_code=int(EXIT_CODE_OF[reason]), detail=reason)
-    return EXIT_CODE_OF[reason]
+    return _ended(session, "halted", EXIT_CODE_OF[reason], reason)
 
 
 def _done(session: Session) -> ExitCode:
     session.save_if_new()
     session.evaluate()
-    if session.saved_step != session.step:  # not done: the result of the run exists nowhere
-        session.telemetry.beat("failed", session.step, exit_code=int(ExitCode.CRASH), detail="the end is not saved")
-        return ExitCode.CRASH
-    session.telemetry.beat("done", session.step, exit_code=int(ExitCode.DONE))
-    return ExitCode.DONE
+    return _ended(session, "done", ExitCode.DONE)
+
+
+def _ended(session: Session, phase: Phase, code: ExitCode, detail: str | None = None) -> ExitCode:
+    """The last beat. An end that is not saved is neither done nor halted: what was trained last exists nowhere."""
+    if session.saved_step != session.step:
+        phase, code, detail = "failed", ExitCode.CRASH, "the last step is not saved"
+    session.telemetry.beat(phase, session.step, exit_code=int(code), detail=detail)
+    return code
