@@ -6,17 +6,14 @@ A table for people first; the last line is one JSON document.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tamis.config import Config, build_config, load_config
+from tamis.config import Config, build_config
 from tamis.size import parameter_count
 from tamis.train.distributed import choose_device
 from tamis.train.peak import Utilisation
@@ -98,23 +95,3 @@ def _print_row(row: dict[str, Any]) -> None:
         f"{row['step_p50_ms']:>8.1f} {row['step_p95_ms']:>8.1f} {peak:>6}",
         flush=True,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tamis bench train", description=__doc__)
-    parser.add_argument("--config", default="configs/m7c_125m_80g.yaml", help="model and runtime to measure")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens per sequence")
-    parser.add_argument("--tokens", type=int, default=TOKENS_PER_STEP, help="tokens per step")
-    parser.add_argument("--steps", type=int, default=20, help="steps measured")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before that")
-    parser.add_argument("--with-data", action="store_true", help="also measure with the loader, from prepared shards")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args(argv)
-    config = load_config(arguments.config, arguments.overrides)
-    document = run(config, arguments.lengths, arguments.tokens, arguments.steps, arguments.warmup, arguments.with_data)
-    print(json.dumps(document))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
