@@ -60,8 +60,9 @@ if [ -n "$found" ]; then
 else
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   cp constraints.txt "$constraints"
-  # A CUDA torch brings the one triton it was built with; the pin is for the CPU build, which brings none.
-  if command -v nvidia-smi >/dev/null; then grep -v '^triton==' constraints.txt >"$constraints"; fi
+  if command -v nvidia-smi >/dev/null; then
+    { grep -vE '^(torch|triton)==' constraints.txt; sed -n 's/^#gpu //p' constraints.txt; } >"$constraints"
+  fi
 fi
 
 say "installing pinned dependencies (a minute or two, more when torch must be downloaded)"
