@@ -61,7 +61,8 @@ else
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   cp constraints.txt "$constraints"
   if command -v nvidia-smi >/dev/null; then
-    { grep -vE '^(torch|triton)==' constraints.txt; sed -n 's/^#gpu //p' constraints.txt; } >"$constraints"
+    replaced=$(sed -n 's/^#gpu \(.*\)==.*/\1/p' constraints.txt | paste -sd '|')
+    { grep -vE "^($replaced)==" constraints.txt; sed -n 's/^#gpu //p' constraints.txt; } >"$constraints"
   fi
 fi
 

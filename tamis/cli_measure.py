@@ -74,7 +74,7 @@ def bench_paths(
 def bench_train(
     words: Words = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens per sequence; repeatable")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per step")] = 65536,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens per step; by default 65,536")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
     with_data: Annotated[bool, typer.Option("--with-data", help="also with the loader, from prepared shards")] = False,
@@ -84,9 +84,10 @@ def bench_train(
     Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
     """
     loading_torch()
-    from tamis.bench.train import LENGTHS, run
+    from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, run
 
-    print(json.dumps(run(resolve(words, M7C), lengths or list(LENGTHS), tokens, steps, warmup, with_data)))
+    tokens, lengths = tokens or TOKENS_PER_STEP, lengths or list(LENGTHS)
+    print(json.dumps(run(resolve(words, M7C), lengths, tokens, steps, warmup, with_data)))
 
 
 @bench_app.command("decode")

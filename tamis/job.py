@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,15 +88,15 @@ def _hand_over(config: Config, run_dir: Path, code: int) -> None:
 
 def _compare_with_counting(config: Config, run: RunDirectory) -> None:
     """Beside the showcase's validation loss: what counting bytes would reach on the same text."""
-    if config.data.dataset != "sample" or config.data.tokenizer != "byte":
+    loss = json.loads(run.metrics_json.read_text(encoding="utf-8")).get("val_loss")
+    if config.data.dataset != "sample" or config.data.tokenizer != "byte" or loss is None:
         return
     from tamis.data import validation_batches
     from tamis.data.sample import entropies
 
     counted = entropies(config, validation_batches(config))
-    last = run.val_csv.read_text(encoding="utf-8").splitlines()[-1].split(",")
     _say(
-        f"validation loss {float(last[1]):.4f} nats per byte; counting single bytes reaches {counted.unigram:.4f}, "
+        f"validation loss {loss:.4f} nats per byte; counting single bytes reaches {counted.unigram:.4f}, "
         f"pairs of bytes {counted.bigram:.4f}"
     )
 

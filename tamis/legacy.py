@@ -108,6 +108,8 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
     for override in [*overrides, *_flag_overrides(arguments), *arguments.overrides]:
         apply_override(tree, override)
     _check_ddp(arguments.ddp, environment)
+    if arguments.save is not None and not arguments.save.endswith(".pt"):
+        raise ConfigError(f"--save {arguments.save} must end in .pt, as its manifest's name follows from it")
     return Request(build_config(tree), config_path, arguments.resume, arguments.save, effects)
 
 

@@ -114,16 +114,19 @@ class StreamSamples:
     def restore(self, state: dict[str, Any]) -> None:
         deal = Deal(Cursor(*state["deal"]["start"]), state["deal"]["document"], list(state["deal"]["loads"]))
         places = {int(i): tuple(place) for i, place in state["lanes"].items()}
-        if not set(range(self.rank, self._lanes, self.world_size)) <= set(places):
+        if not set(self._lanes_from(state["samples"])) <= set(places):
             raise DataError("the position is of some lanes only: merge the positions of all ranks first")
         self._begin(state["samples"], deal, places)
 
     def _begin(self, samples: int, deal: Deal, places: dict[int, tuple[int, int]]) -> None:
         self._next = samples + self.rank
-        own = range(self.rank, self._lanes, self.world_size)
-        self._own = {i: Lane(deque(), deque(), *places[i]) for i in own}
+        self._own = {i: Lane(deque(), deque(), *places[i]) for i in self._lanes_from(samples)}
         self._deals = deque([deal])
         self._windows = self._deal_windows(deal)
+
+    def _lanes_from(self, samples: int) -> range:
+        """This rank's lanes when the run goes on after `samples` of them, which other world sizes may have dealt."""
+        return range((samples + self.rank) % self.world_size, self._lanes, self.world_size)
 
     def _sample(self, number: int) -> npt.NDArray[np.int32]:
         lane = self._own[number % self._lanes]

@@ -62,7 +62,8 @@ def refresh_eta(directory: RunDirectory, config: Config, processes: int) -> None
         return
     launched = read_info(directory.run_info).get("run_dir")
     for path in {directory.run_info, Path(launched) / "run.info" if isinstance(launched, str) else directory.run_info}:
-        write_eta(path, eta)
+        with suppress(OSError):  # a full disk costs the ETA, not the run nor its exit code
+            write_eta(path, eta)
 
 
 def eta_text(beats: list[Heartbeat], tokens_per_step: int, steps: int) -> str | None:

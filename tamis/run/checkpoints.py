@@ -158,8 +158,11 @@ def copy_latest(run: RunDirectory | str | Path, target: str | Path) -> Path:
     step = latest_valid_checkpoint(run)
     if step is None:
         raise DamagedCheckpoint(f"there is no valid checkpoint in {run.path} to copy to {target}")
-    target = Path(target)
+    target, source = Path(target), run.checkpoint(step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    for source, copy in ((run.checkpoint(step), target), (run.manifest(step), target.with_suffix(".json"))):
-        shutil.copyfile(source, copy)
-    return run.checkpoint(step)
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        shutil.copyfile(source, target)
+    shutil.copyfile(run.manifest(step), target.with_suffix(".json"))
+    return source

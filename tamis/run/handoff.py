@@ -155,8 +155,12 @@ def _add_checkpoint(directory: RunDirectory, folder: Path, say: Say) -> list[str
 def _link(source: Path, target: Path) -> None:
     """Gigabytes are linked, not copied; a link also stays when retention removes the original meanwhile."""
     if source.is_dir():
-        shutil.copytree(source, target, copy_function=os.link)
-        return
+        shutil.copytree(source, target, copy_function=_link_file)
+    else:
+        _link_file(source, target)
+
+
+def _link_file(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system

@@ -15,6 +15,8 @@ from typing import Literal
 
 ProcessState = Literal["running", "stopped", "dead", "unknown"]
 
+ATTEMPTS, BETWEEN_ATTEMPTS_S = 10, 0.05  # to lock, before another owner is believed
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -77,11 +79,15 @@ class RunLock:
 
     def acquire(self, purpose: str) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise RunLocked(self.refusal()) from None
+        for attempt in range(ATTEMPTS):  # whoever asks `is_held` shares the lock for an instant
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if attempt + 1 == ATTEMPTS:
+                    os.close(descriptor)
+                    raise RunLocked(self.refusal()) from None
+                time.sleep(BETWEEN_ATTEMPTS_S)
         self._descriptor = descriptor
         self.sign(purpose)
 

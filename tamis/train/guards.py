@@ -11,7 +11,7 @@ SCALER_PATIENCE = 20  # fp16 skips single steps while it looks for its loss scal
 
 
 class Anomaly(Exception):
-    """Training must stop, and the weights were not touched; `kind` goes to `.anomaly_type`."""
+    """Training must stop, and nothing may be saved any more; `kind` goes to `.anomaly_type`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -67,7 +67,7 @@ def train_config(config: Config, resume: str | None = None) -> int:
             return _failed(session, ExitCode.DATA_FAILURE, f"the data failed: {error}")
         except Anomaly as anomaly:
             write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
-            return _failed(session, ExitCode.ANOMALY, f"{anomaly}; the weights are as they were before it")
+            return _failed(session, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
         except torch.OutOfMemoryError:
             session.memory_dumps.write("out_of_memory", session.step + 1)
             return _failed(session, ExitCode.CRASH, out_of_memory_advice(config, workers.device))

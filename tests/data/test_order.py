@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tamis.config import Config
-from tamis.data import DataError, merge_states, open_loader, order
+from tamis.config import Config, load_config
+from tamis.data import DataError, Loader, merge_states, open_loader, order
 from tamis.data.files import LocalFiles
 from tamis.data.order import shuffled
 from tamis.data.prepare import prepare
@@ -235,3 +235,25 @@ def training_texts(config: Config) -> list[str]:
     every = document_order(config, LocalFiles(config.data.local_path))
     found = [document for file in range(len(every.source.names)) for _, document in every.documents(file)]
     return [document.text for document in found if not every.is_held_out(document)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 2), (1, 4)])
+def test_a_stream_goes_on_with_another_world_size_after_any_number_of_samples(before: int, after: int) -> None:
+    """Also where the samples so far are no multiple of the new world size, so that ranks change lanes."""
+
+    def config() -> Config:
+        keys = ["data.dataset=sample", "data.tokenizer=byte", "data.lanes=12", "train.seq_len=64"]
+        return load_config(None, [*keys, "train.batch_size=1", "data.val_fraction=0.05"])
+
+    def rows(loaders: list[Loader], steps: int) -> list[bytes]:
+        return [loader.next().tokens.tobytes() for _ in range(steps) for loader in loaders]
+
+    whole = rows([open_loader(config())], 35)
+    first = [open_loader(config(), rank=rank, world_size=before) for rank in range(before)]
+    begun = rows(first, 5)
+    position = merge_states([loader.state() for loader in first])
+    second = [open_loader(config(), rank=rank, world_size=after) for rank in range(after)]
+    for loader in second:
+        loader.restore(position)
+    went_on = rows(second, 5)
+    assert begun + went_on == whole[: 5 * (before + after)]

@@ -3,9 +3,9 @@
 import pytest
 
 from tamis.config import Config
-from tamis.train.causality import causality
 from tamis.model.decoder import Block
 from tamis.model.nsa import NSALayer
+from tamis.train.causality import causality
 from tests.model.tiny import tiny_config
 
 
