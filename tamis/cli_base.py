@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -38,6 +38,6 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
     return files[0] if files else os.environ.get("CONFIG"), [word for word in words or [] if "=" in word]
 
 
-def loading_torch() -> None:
+def loading_torch(stream: TextIO | None = None) -> None:
     """The first line within a second: loading torch takes several."""
-    print(f"[tamis] {__version__}: loading torch …", flush=True)
+    print(f"[tamis] {__version__}: loading torch …", file=stream, flush=True)

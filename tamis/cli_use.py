@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli_base import USE, Words, resolve
+from tamis.cli_base import USE, Words, loading_torch, resolve
 
 app = typer.Typer()
 
@@ -37,6 +38,7 @@ def generate(
 
     Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
     """
+    loading_torch(sys.stderr)
     from tamis.generate.command import generate_command
 
     generate_command(

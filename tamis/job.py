@@ -39,8 +39,9 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     if gpus and (code := smoke(plan, run_dir)) != ExitCode.DONE:
         _say(f"the smoke test failed with exit code {code}: nothing was launched. Read {run_dir / 'smoke.log'}")
         return code
+    began = time.time()
     code = launch(config, processes=plan.processes, log=run_dir / "train.log")
-    _hand_over(config, run_dir, code)
+    _hand_over(config, run_dir, code, began)
     return code
 
 
@@ -75,15 +76,21 @@ def smoke(plan: LaunchPlan, run_dir: Path) -> int:
     return launch(config, processes=plan.processes, log=run_dir / "smoke.log")
 
 
-def _hand_over(config: Config, run_dir: Path, code: int) -> None:
+def _hand_over(config: Config, run_dir: Path, code: int, began: float) -> None:
     """What the run was worth: figures and a sample when it is done, and in any case the report and its place."""
     run = RunDirectory(config.train.out_dir)
     if code == ExitCode.DONE:
         write_eta(run_dir / "run.info", "done")
         _compare_with_counting(config, run)
         _show_sample(config, run)
-        handoff(run.path, say=_say)
+        if _was_trained_since(run, began):  # else its bundle is there already
+            handoff(run.path, say=_say)
     _say(f"logs: {run_dir}   model and curves: {run.path}   report: {write_report(run)}")
+
+
+def _was_trained_since(run: RunDirectory, moment: float) -> bool:
+    step = latest_valid_checkpoint(run)
+    return step is not None and run.checkpoint(step).stat().st_mtime >= moment
 
 
 def _compare_with_counting(config: Config, run: RunDirectory) -> None:

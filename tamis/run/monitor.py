@@ -12,11 +12,11 @@ from typing import Any
 from tamis.run.monitor_snapshot import Snapshot, read_snapshot
 from tamis.run.monitor_text import snapshot_text
 
-UNHEALTHY = ("crashed", "failed")
+UNHEALTHY = ("crashed", "failed", "missing")
 
 
 def monitor(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
-    """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed or with a problem alert.
+    """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed, missing or with a problem.
 
     Without a terminal (a pipe, a cron job) the text is printed once.
     """

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from tamis.run.directory import RunDirectory
+from tamis.run.live import LIVE_VARIABLE, REWRITE
 from tamis.run.lock import ProcessId
 from tamis.run.stackdump import write_stackdump
 
@@ -86,7 +87,8 @@ class Sidecar:
 
     def say(self, message: str) -> None:
         with contextlib.suppress(OSError):  # the screen may be gone
-            print(message, flush=True)
+            live = os.environ.get(LIVE_VARIABLE) == "1"  # then a line that is being rewritten may stand there
+            print(f"{REWRITE if live else ''}[tamis] {message}", flush=True)
 
     def _fresh_python_stacks(self) -> str:
         with contextlib.suppress(OSError), open(self.raw, encoding="utf-8", errors="replace") as file:

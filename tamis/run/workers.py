@@ -80,13 +80,20 @@ def _own_standard_output() -> int:
         return 1
 
 
+def _screen_variables() -> dict[str, str]:
+    """A worker's output is a pipe: it must be told whether a terminal is behind it, and how wide that is."""
+    if not os.isatty(1):
+        return {LIVE_VARIABLE: "0"}
+    return {LIVE_VARIABLE: "1", "COLUMNS": str(os.get_terminal_size(1).columns)}
+
+
 class Workers:
     def __init__(self, command: Sequence[str], log: Path, screen: Screen) -> None:
         environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
-            LIVE_VARIABLE: "1" if os.isatty(1) else "0",
+            **_screen_variables(),
         }
         reader, writer = os.pipe()
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -36,6 +36,7 @@ def _stopped(session: Session, reason: StopReason | None) -> ExitCode:
     session.save_if_new()
     if reason == "halt" and session.workers.is_main:
         session.progress.say(f"[tamis] halted at step {session.step}: {HaltFile(session.run.halt).consume()}")
+        session.progress.say("[tamis] launch again, or pass --resume auto, to go on from here")
     return _ended(session, "halted", EXIT_CODE_OF[reason], reason)
 
 

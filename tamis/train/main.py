@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def train_config(config: Config, resume: str | None = None) -> int:
     """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
     started = time.time()
     _require_gpu_for_production(config)
+    _require_checkpoint(resume)
     with join(config) as workers:
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
             return ended
@@ -73,6 +75,18 @@ def train_config(config: Config, resume: str | None = None) -> int:
             return _failed(session, ExitCode.CRASH, out_of_memory_advice(config, workers.device))
         finally:
             session.leave()
+
+
+def _require_checkpoint(resume: str | None) -> None:
+    """A mistyped path is refused before anything of the run's directory is touched."""
+    if resume is None or resume == "auto":
+        return
+    if not Path(resume).exists():
+        raise ConfigError(f"--resume {resume}: there is no such file; give a checkpoint_step{{N}}.pt, or auto")
+    if not Path(resume).with_suffix(".json").exists():
+        newest = latest_valid_checkpoint(resume) if Path(resume).is_dir() else None
+        hint = f"give {RunDirectory(resume).checkpoint(newest)}" if newest else "give a checkpoint_step{N}.pt, or auto"
+        raise ConfigError(f"--resume {resume} is not a finished checkpoint, it has no manifest beside it: {hint}")
 
 
 def _require_gpu_for_production(config: Config) -> None:

@@ -6,13 +6,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from tamis.config import Config
 from tamis.model import Decoder
+from tamis.train.clock import mark, seconds_between
 from tamis.train.distributed import Workers
 from tamis.train.step import TrainStep
 
@@ -59,10 +59,10 @@ def measure(
     for number in range(warmup + steps + 1):
         step(next_tokens(), number + 2)
         if number >= warmup:
-            marks.append(_mark(device))
+            marks.append(mark(device))
     _synchronise(device)
     peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-    return Measurement([_seconds(a, b) for a, b in itertools.pairwise(marks)], first_step_s, peak)
+    return Measurement([seconds_between(a, b) for a, b in itertools.pairwise(marks)], first_step_s, peak)
 
 
 def random_batches(config: Config) -> Iterator[np.ndarray]:
@@ -71,18 +71,6 @@ def random_batches(config: Config) -> Iterator[np.ndarray]:
     shape = (4, train.accumulate_grad_batches, train.batch_size, train.seq_len + 1)
     ready = np.random.default_rng(train.seed).integers(config.vocab_size, size=shape, dtype=np.int32)
     return itertools.cycle(ready)
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return float(begin.elapsed_time(end)) / 1e3 if isinstance(begin, torch.cuda.Event) else float(end - begin)
 
 
 def _synchronise(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 from tamis.run.live import LIVE_VARIABLE, REWRITE
 
+Z_LEAST = 10  # fewer values before it say nothing
 Z_WINDOW = 128  # logged steps a loss is compared with
 RATE_WINDOW = 50  # steps whose median time gives the ETA
 
@@ -43,7 +45,9 @@ class Progress:
     def step(self, text: str, is_logged: bool) -> None:
         """Logged steps stay; on a terminal the others show in one line that is rewritten each time."""
         if self.live:
-            sys.stdout.write(f"{REWRITE}{text}" + ("\n" if is_logged else ""))
+            # A line that wraps cannot be rewritten: what does not fit is cut, but for the lines that stay.
+            shown = f"{text}\n" if is_logged else text[: shutil.get_terminal_size().columns - 1]
+            sys.stdout.write(REWRITE + shown)
             sys.stdout.flush()
             self._line_open = not is_logged
         elif self.speaks and is_logged:
@@ -59,7 +63,7 @@ class ZScore:
     def of(self, value: float) -> float:
         count = len(self._seen)
         mean = sum(self._seen) / count if count else value
-        deviation = math.sqrt(sum((v - mean) ** 2 for v in self._seen) / count) if count else 0.0
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in self._seen) / count) if count >= Z_LEAST else 0.0
         self._seen.append(value)
         return (value - mean) / deviation if deviation > 0 else 0.0
 

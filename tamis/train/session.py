@@ -96,11 +96,12 @@ class Session:
         batch = self._fetch()
         fetch_s = batch.fetch_s if batch else 0.0
         self.telemetry.beat("progress", number, dt_fetch_s=round(fetch_s, 5))
-        note = StepNote(number, learning_rate(number, self.config.train), fetch_s, self.position)
         asked = self.signals.stop_requested
         flags = [asked == reason for reason in STOP_REASONS]
         with self.memory_dumps.around(number):
-            self.mailbox.post(note, self.train_step(batch.tokens if batch else None, number, flags))
+            numbers = self.train_step(batch.tokens if batch else None, number, flags)
+        rate, forward_s = learning_rate(number, self.config.train), self.train_step.forward_seconds()
+        self.mailbox.post(StepNote(number, rate, fetch_s, self.position, forward_s), numbers)
         self.step, self.position = number, self.loader.state()
 
     def _fetch(self) -> Batch | None:

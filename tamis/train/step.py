@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train import step_numbers
 from tamis.train.agreement import weights_differ
+from tamis.train.clock import Mark, mark, seconds_between
 from tamis.train.distributed import Workers, distribute, is_sharded, synchronised_only_if
 from tamis.train.graph import GraphedMicroBatch
 from tamis.train.optimizer import Stepper
@@ -42,6 +43,7 @@ class TrainStep:
             decoder.compile_blocks()
         self.model = distribute(Loss(decoder), config, workers)
         self.stepper = Stepper(decoder, config, workers.device)  # after FSDP has replaced the parameters
+        self._forwards: list[tuple[Mark, Mark]] = []  # of the step under way, one per micro-batch
         self._graph: GraphedMicroBatch | None = None
         # A replayed graph does not come by the ranges that a profiler was promised.
         if config.runtime.cuda_graph and on_gpu and workers.world_size == 1 and not config.runtime.nvtx:
@@ -69,6 +71,11 @@ class TrainStep:
             norm = self.stepper.step(number, veto=step_numbers.forbids_update(averaged))
         return step_numbers.whole(averaged, norm, self._weights_differ(number))
 
+    def forward_seconds(self) -> Callable[[], float | None]:
+        """How long the forward passes of the last step took, to be asked once the step has finished."""
+        spans, self._forwards = self._forwards, []
+        return lambda: sum(seconds_between(*span) for span in spans) if spans else None
+
     def _weights_differ(self, number: int) -> Tensor:
         every = self.config.runtime.weight_check_every
         is_due = every > 0 and number % every == 0 and not is_sharded(self.config, self.workers)  # shards are no copies
@@ -79,8 +86,11 @@ class TrainStep:
         return np.zeros((train.accumulate_grad_batches, train.batch_size, train.seq_len + 1), np.int32)
 
     def _forward_backward(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
+        began = None if self._graph else mark(self.device)  # a graph's inside cannot be timed
         with marked("forward"):
             loss, gates = self.loss(tokens_BS1)
+        if began is not None:
+            self._forwards.append((began, mark(self.device)))
         with marked("backward"):
             self.stepper.backward(loss / self.config.train.accumulate_grad_batches)
         return loss.detach(), gates

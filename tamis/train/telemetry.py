@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class StepNote:
     lr: float
     fetch_s: float  # how long it waited for its batch
     position: dict[str, Any] = field(default_factory=dict)  # in the data, before that batch
+    forward_s: Callable[[], float | None] = lambda: None  # known once the step has finished; None inside a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Telemetry:
             "toks_per_s": round(rate, 1),
         }
         fields |= {"dt_step_s": round(seconds, 5), "dt_fetch_s": round(report.note.fetch_s, 5)}
+        forward_s = report.note.forward_s()
+        fields |= {"dt_forward_s": round(forward_s, 5)} if forward_s is not None else {}
         fields |= {"mfu": round(mfu, 4)} if mfu is not None else {}
         fields |= {f"gpu_mem_{name}": value for name, value in _memory(self.workers.device).items()}
         return fields | _gate_fields(report.gates)
