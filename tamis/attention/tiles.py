@@ -13,6 +13,8 @@ import triton
 
 LOG2E = 1.4426950408889634
 
+FARTHEST_HEAD = 1 << 31  # elements
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -63,8 +65,12 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
-    """Kernels take any strides but the last; a tensor without unit stride there is copied."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Kernels take unit stride in the last dimension, and heads that lie within 32-bit reach; others are copied.
+
+    Positions are counted in 64 bits, heads in 32: head-major tensors of millions of tokens would pass 2^31.
+    """
+    in_reach = x.dim() < 3 or x.stride(2) * x.shape[2] < FARTHEST_HEAD
+    return x if x.stride(-1) == 1 and in_reach else x.contiguous()
 
 
 @lru_cache
