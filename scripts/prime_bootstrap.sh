@@ -61,8 +61,12 @@ else
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   cp constraints.txt "$constraints"
   if command -v nvidia-smi >/dev/null; then
-    replaced=$(sed -n 's/^#gpu \(.*\)==.*/\1/p' constraints.txt | paste -sd '|')
-    { grep -vE "^($replaced)==" constraints.txt; sed -n 's/^#gpu //p' constraints.txt; } >"$constraints"
+    {
+      while IFS= read -r pin; do
+        grep -qF "#gpu ${pin%%==*}==" constraints.txt || echo "$pin"
+      done < <(grep -v '^#' constraints.txt)
+      grep '^#gpu ' constraints.txt | cut -c6-
+    } >"$constraints"
   fi
 fi
 

@@ -18,7 +18,7 @@ import torch
 from tamis.attention.backend import describe
 from tamis.config import Config, ConfigError, load_config
 from tamis.data import DataError
-from tamis.run.checkpoints import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers
+from tamis.run.checkpoints import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
 from tamis.run.directory import RunDirectory
 from tamis.run.environment import describe_environment
 from tamis.run.exit_codes import ExitCode
@@ -56,7 +56,9 @@ def train_config(config: Config, resume: str | None = None) -> int:
     """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
     started = time.time()
     _require_gpu_for_production(config)
-    _require_checkpoint(resume)
+    if (problem := _problem_with(resume)) is not None:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        return ExitCode.USAGE
     with join(config) as workers:
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
             return ended
@@ -77,16 +79,20 @@ def train_config(config: Config, resume: str | None = None) -> int:
             session.leave()
 
 
-def _require_checkpoint(resume: str | None) -> None:
-    """A mistyped path is refused before anything of the run's directory is touched."""
+def _problem_with(resume: str | None) -> str | None:
+    """Why this cannot be resumed from; a mistyped path is found before anything of the run's directory is touched."""
     if resume is None or resume == "auto":
-        return
-    if not Path(resume).exists():
-        raise ConfigError(f"--resume {resume}: there is no such file; give a checkpoint_step{{N}}.pt, or auto")
-    if not Path(resume).with_suffix(".json").exists():
-        newest = latest_valid_checkpoint(resume) if Path(resume).is_dir() else None
-        hint = f"give {RunDirectory(resume).checkpoint(newest)}" if newest else "give a checkpoint_step{N}.pt, or auto"
-        raise ConfigError(f"--resume {resume} is not a finished checkpoint, it has no manifest beside it: {hint}")
+        return None
+    path = Path(resume)
+    if path.exists() and path.with_suffix(".json").exists():
+        return None  # its bytes are checked when it is loaded
+    if path.is_dir() and (newest := latest_valid_checkpoint(path)) is not None:
+        return f"--resume {path} is a directory: give {RunDirectory(path).checkpoint(newest)}, or auto"
+    try:
+        require_valid(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+    return None
 
 
 def _require_gpu_for_production(config: Config) -> None:
