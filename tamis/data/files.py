@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tamis.data.errors import DataError
 from tamis.data.tokenizer import END_OF_TEXT
@@ -61,18 +62,26 @@ class LocalFiles:
 
 def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            check_column(text_column, file.schema_arrow.names, path.name)
-            groups, skip = row_groups_from(file.metadata, start)
-            for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, row_groups=groups, columns=[text_column]):
-                if skip < len(batch):
-                    yield from column_records(batch.column(0)[skip:])
-                skip = max(0, skip - len(batch))
+        with path.open("rb") as content:
+            yield from parquet_records(content, text_column, start, path.name)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet ({error}): replace or remove the file") from error
+
+
+def parquet_records(content: BinaryIO, text_column: str, start: int, name: str) -> Iterator[Record]:
+    """The records of an open parquet file from number `start` on, all read in this thread: no other may outlive it."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(content, pre_buffer=False) as file:
+        check_column(text_column, file.schema_arrow.names, name)
+        groups, skip = row_groups_from(file.metadata, start)
+        rows = {"batch_size": ROWS_PER_BATCH, "row_groups": groups, "columns": [text_column]}
+        for batch in file.iter_batches(**rows, use_threads=False):
+            if skip < len(batch):
+                yield from column_records(batch.column(0)[skip:])
+            skip = max(0, skip - len(batch))
 
 
 def row_groups_from(metadata: object, start: int) -> tuple[list[int], int]:

@@ -1,7 +1,7 @@
-"""Documents of a Hugging Face dataset, streamed by `datasets`: file by file, one column, again after network trouble.
+"""Documents of a Hugging Face dataset: `datasets` finds its files, and we stream one column of each, file by file.
 
-Going on in the middle of a file reads nothing before the row group in question. `data.hub_name` may also be a local
-folder laid out as a hub dataset, which goes through the same code.
+Network trouble is tried again. Going on in the middle of a file reads nothing before the row group in question.
+`data.hub_name` may also be a local folder laid out as a hub dataset, which goes through the same code.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from tamis.config import Data
 from tamis.data.errors import DataError
-from tamis.data.files import ROWS_PER_BATCH, Record, check_column, column_records, row_groups_from
+from tamis.data.files import Record, check_column, parquet_records
 from tamis.data.waiting import RETRY_PAUSES_S
 
 REMEDY = (
@@ -43,9 +42,8 @@ class HubDataset:
     def __init__(self, data: Data) -> None:
         self.sizes: list[int] = []  # not known before reading
         self._pauses_s = () if Path(data.hub_name).is_dir() else RETRY_PAUSES_S
-        builder, dataset = _stream(data)
-        self._dataset = dataset.with_format("arrow")
-        self._urls = [str(url) for url in builder.config.data_files["train"]]
+        self._text_column = data.text_column
+        self._urls = _train_files(data)
         self.names = [re.sub(r"^.*@[0-9a-f]{40}/", "", url) for url in self._urls]
 
     @property
@@ -69,25 +67,11 @@ class HubDataset:
                 attempt += 1
 
     def _records(self, file: int, start: int) -> Iterator[Record]:
-        parts, skip = self._parts(file, start)
-        for part in parts:
-            for table in part.iter(batch_size=ROWS_PER_BATCH):
-                if skip < len(table):
-                    yield from column_records(table.column(0)[skip:])
-                skip = max(0, skip - len(table))
+        """Not by the reader that `datasets` iterates with: its threads abort a process that ends amid a file."""
+        from datasets.utils.file_utils import xopen  # opens what it streams, and reads again after a lost connection
 
-    def _parts(self, file: int, start: int) -> tuple[Iterable[Any], int]:
-        """The file, or in the middle of it the row groups from there on, and how many rows of the first to skip."""
-        import fsspec  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq
-
-        whole = self._dataset.shard(len(self.names), file)
-        if not start:
-            return [whole], 0
-        with fsspec.open(self._urls[file], "rb") as content:
-            groups, skip = row_groups_from(pq.read_metadata(content), start)
-        by_group = whole.reshard()
-        return (by_group.shard(by_group.num_shards, group) for group in groups), skip
+        with xopen(self._urls[file], "rb") as content:
+            yield from parquet_records(content, self._text_column, start, self.names[file])
 
     def _pause_or_give_up(self, attempt: int, what: str, error: Exception) -> None:
         lasting = isinstance(error, FileNotFoundError | ValueError)  # a damaged file is Arrow's kind of ValueError
@@ -96,8 +80,8 @@ class HubDataset:
         time.sleep(self._pauses_s[attempt])
 
 
-def _stream(data: Data) -> tuple[Any, Any]:
-    """Builder and streamed train split; the hub client makes its own attempts here."""
+def _train_files(data: Data) -> list[str]:
+    """The addresses of the train split's files; the hub client makes its own attempts here."""
     try:
         import datasets
     except ImportError:
@@ -109,13 +93,14 @@ def _stream(data: Data) -> tuple[Any, Any]:
         builder = datasets.load_dataset_builder(
             data.hub_name, wanted, revision=data.hub_revision, columns=[data.text_column]
         )
-        dataset = builder.as_streaming_dataset(split="train")
+        columns = list(builder.as_streaming_dataset(split="train").features or [])
     except _failures() as error:
         raise DataError(f"{where} cannot be opened ({_first_line(error)}): {REMEDY}") from error
-    check_column(data.text_column, list(dataset.features or []), where)
-    if not all(str(url).endswith(".parquet") for url in builder.config.data_files["train"]):
+    check_column(data.text_column, columns, where)
+    urls = [str(url) for url in builder.config.data_files["train"]]
+    if not all(url.endswith(".parquet") for url in urls):
         raise DataError(f"{where} is not all parquet files: download it and use data.dataset: fineweb_edu_local")
-    return builder, dataset
+    return urls
 
 
 def _has_subset(data: Data) -> bool:

@@ -23,6 +23,7 @@ CHECK_DATA = (
     "import sys; from tamis.config import load_config; from tamis.data.check import check; "
     "sys.exit(check(load_config(sys.argv[1]), 2, show_text=False))"
 )
+FAILED = "FAILED: "  # how a child begins the line that says why
 CHILD_TIMEOUT_S = {"collectives": 120, "data": 180, "selfcheck": 600}
 
 
@@ -147,6 +148,8 @@ def _line(number: int, finding: Finding) -> str:
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
-    """What the child said last: its result or its reason on stdout, else the last words of its traceback."""
-    text = answer.stdout.strip() or answer.stderr.strip()
-    return text.splitlines()[-1].removeprefix("FAILED: ") if text else f"exit code {answer.returncode} without a word"
+    """What the child said last: its result or its reason on stdout, else how it ended and its last words of trouble."""
+    said, trouble = answer.stdout.strip().splitlines()[-1:], answer.stderr.strip().splitlines()[-1:]
+    if said and (answer.returncode == 0 or said[0].startswith(FAILED)):
+        return said[0].removeprefix(FAILED)
+    return f"it ended with exit code {answer.returncode}: {(trouble or said or ['without a word'])[0]}"

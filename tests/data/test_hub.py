@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader, order, validation_batches
@@ -232,3 +233,15 @@ def test_a_hub_that_stalls_is_an_error_after_the_timeout(repository, tmp_path):
 
 def test_the_sample_is_in_row_groups_so_that_resuming_can_be_cheap():
     assert pq.ParquetFile(next(SAMPLE_FOLDER.glob("*.parquet"))).num_row_groups > 1
+
+
+def test_reading_starts_no_threads_that_could_abort_the_process_at_its_end(repository):
+    program = (
+        "import os, sys; from tamis.config import load_config; from tamis.data.hub import open_hub\n"
+        "source = open_hub(load_config(sys.argv[1]).data); threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "before = threads(); records = source.read(0); next(records); print(threads() - before)"
+    )
+    config = repository.parent / "threads.yaml"
+    config.write_text(yaml.safe_dump(hub_config(repository).model_dump()))
+    done = subprocess.run([sys.executable, "-c", program, config], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
