@@ -129,7 +129,7 @@ def _check_host() -> None:
 
 def _failures() -> tuple[type[Exception], ...]:
     """What reading from afar may raise; of a network library only when it is loaded, else it raised nothing."""
-    names = (("httpx", "HTTPError"), ("aiohttp", "ClientError"))
+    names = (("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("aiohttp", "ClientError"))
     return OSError, ValueError, *(getattr(sys.modules[m], name) for m, name in names if m in sys.modules)
 
 

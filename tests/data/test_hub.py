@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader, order, validation_batches
@@ -242,6 +241,6 @@ def test_reading_starts_no_threads_that_could_abort_the_process_at_its_end(repos
         "before = threads(); records = source.read(0); next(records); print(threads() - before)"
     )
     config = repository.parent / "threads.yaml"
-    config.write_text(yaml.safe_dump(hub_config(repository).model_dump()))
+    config.write_text(hub_config(repository).to_yaml())
     done = subprocess.run([sys.executable, "-c", program, config], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0"]
