@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from tamis.data.tokenizer import tokenizer_for
-from tamis.generate.export import _byte_letters, _merges, export_command
+from tamis.generate.export import _byte_letters, _merges, _write_tokenizer, export_command
 from tamis.generate.load import load_model
 from tests.generate.test_load import save
 from tests.generate.test_sample import PROMPT, small_model
@@ -19,6 +20,13 @@ from tests.generate.test_sample import PROMPT, small_model
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     return export_command(save(tmp_path / "run", small_model()), tmp_path / "folder")
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    _write_tokenizer(folder, tokenizer_for("gpt2"), 1024)
+    return folder
 
 
 def test_the_folder_gives_the_same_model_back(exported: Path) -> None:
@@ -64,8 +72,18 @@ def test_the_merges_rebuild_gpt2_s_own_segmentation() -> None:
     assert [tokens.index(part) for part in parts] == tokenizer.encode(" the").tolist()
 
 
+@pytest.mark.parametrize(
+    "text", [" the quick brown fox's 3rd jump", "naïve café — 12,345 €\n\n\tif x:  # 数", "  \u200b🙂 end"]
+)
+def test_transformers_reads_the_exported_gpt2_tokenizer_as_the_same_one(gpt2_folder: Path, text: str) -> None:
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2_folder), tokenizer_for("gpt2")
+    ids = theirs(text)["input_ids"]
+    assert ids == ours.encode(text).tolist()
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.eot
+
+
 def test_transformers_loads_it_with_equal_logits_and_generates(exported: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not a dependency")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
     tokens = torch.tensor([PROMPT])
     ours = small_model()
