@@ -10,11 +10,16 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tamis.config_file import ConfigError as ConfigError
+from tamis.config_file import read_value
+from tamis.config_file import read_yaml as read_yaml
 
 VOCABULARY = {"gpt2": 50257, "byte": 257}  # end-of-text included: GPT-2's 50256, and 256 after the byte values
 VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor cores; padding is never predicted
@@ -24,10 +29,6 @@ NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class ConfigError(ValueError):
-    """A configuration the user must change; the message names the key and what it may hold."""
 
 
 class Section(BaseModel):
@@ -157,9 +158,8 @@ class Config(Section):
                 runtime.sdpa == "flash_only" and not runtime.use_flash
             ),
         }
-        for message, broken in problems.items():
-            if broken:
-                raise ValueError(message)
+        if broken := [message for message, is_broken in problems.items() if is_broken]:
+            raise ValueError("\n".join(broken))
         return self
 
     @property
@@ -192,29 +192,15 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 
 
 def build_config(tree: dict[str, Any]) -> Config:
-    _check_keys(tree)
+    """The configuration of a tree; otherwise one ConfigError with a line for each thing that is wrong with it."""
+    problems = _unknown(tree)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(_known(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    try:
-        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader that also refuses repeated keys
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} must hold the sections {', '.join(Config.model_fields)}")
-    return tree
+        problems += _explained(error, tree)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -224,7 +210,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not (equals and dot and section and key):
         raise ConfigError(f"override {override!r} must look like section.key=value, for example train.steps=100")
     try:
-        value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader
+        value = read_value(text)
     except yaml.YAMLError:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
     if not isinstance(tree.setdefault(section, {}), dict):
@@ -241,19 +227,31 @@ def _sections() -> dict[str, type[Section]]:
     return {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 
 
-def _check_keys(tree: dict[str, Any]) -> None:
-    sections = _sections()
+def _unknown(tree: dict[str, Any]) -> list[str]:
+    """A sentence for each section and key that no field reads."""
+    sections, problems = _sections(), []
     for name, content in tree.items():
         if name not in sections:
-            raise ConfigError(
-                f"unknown section {name!r}{_nearest(str(name), list(sections))}; known: {', '.join(sections)}"
-            )
-        if not isinstance(content, dict):
-            raise ConfigError(f"{name} must be a section with keys, got {content!r}")
-        for key in content:
-            if key not in sections[name].model_fields:
-                hint = _nearest_key(name, str(key))
-                raise ConfigError(f"unknown key {name}.{key}{hint}; known: {', '.join(sections[name].model_fields)}")
+            hint = _nearest(str(name), list(sections))
+            problems.append(f"unknown section {name!r}{hint}; known: {', '.join(sections)}")
+        elif not isinstance(content, dict):
+            problems.append(f"{name} must be a section with keys, got {content!r}")
+        else:
+            fields = sections[name].model_fields
+            unknown = [key for key in content if key not in fields]
+            problems += [
+                f"unknown key {name}.{key}{_nearest_key(name, str(key))}; known: {', '.join(fields)}" for key in unknown
+            ]
+    return problems
+
+
+def _known(tree: dict[str, Any], without: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """The part of a tree that has fields, less the keys named as section.key."""
+    return {
+        name: {k: v for k, v in tree[name].items() if k in section.model_fields and f"{name}.{k}" not in without}
+        for name, section in _sections().items()
+        if isinstance(tree.get(name), dict)
+    }
 
 
 def _nearest_key(section: str, wrong: str) -> str:
@@ -272,12 +270,24 @@ def _nearest(wrong: str, known: list[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def _explained(error: ValidationError, tree: dict[str, Any]) -> list[str]:
+    """A sentence for each wrong value, then for each combination that is impossible whatever these become."""
+    wrong = {".".join(map(str, e["loc"][:2])): _explain(e) for e in error.errors() if e["loc"]}
+    try:
+        Config.model_validate(_known(tree, without=wrong))
+    except ValidationError as rest:
+        combined = str(rest.errors()[0]["msg"]).removeprefix("Value error, ").splitlines()
+        return [*wrong.values(), *(line for line in combined if not _names_any(line, wrong))]
+    return list(wrong.values())
+
+
+def _names_any(sentence: str, keys: Iterable[str]) -> bool:
+    return any(re.search(rf"{re.escape(key)}\b", sentence) for key in keys)
+
+
 def _explain(error: Any) -> str:
     """One validation error as a sentence: the key, what was given, what it may hold."""
-    where = ".".join(str(part) for part in error["loc"][:2])
-    if not where:
-        return str(error["msg"]).removeprefix("Value error, ")
-    message = str(error["msg"])
+    where, message = ".".join(map(str, error["loc"][:2])), str(error["msg"])
     return f"{where} is {error['input']!r}: {message[0].lower()}{message[1:]}{_allowed(where)}"
 
 
@@ -286,19 +296,3 @@ def _allowed(dotted: str) -> str:
     field = _sections()[section].model_fields.get(key)
     choices = [a for a in get_args(field.annotation) if isinstance(a, str)] if field else []
     return f" (allowed: {', '.join(choices)})" if choices else ""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses repeated keys and reads 2e-4 as a number, as YAML 1.2 does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)

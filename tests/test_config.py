@@ -175,15 +175,83 @@ def test_a_section_without_keys_is_named(tmp_path: Path, text: str, named: str) 
     assert named in refusal(path=written(tmp_path, text))
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
-    assert refusal(path=tmp_path / "none.yaml") == f"config file {tmp_path / 'none.yaml'} does not exist"
-    assert "cannot be read" in refusal(path=tmp_path)
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    folder = refusal(path=tmp_path)
+    assert (
+        folder == f"config file {tmp_path} cannot be read: it is a directory; name a file of it: {tmp_path}/mine.yaml"
+    )
     (tmp_path / "latin").write_bytes(b"train: {out_dir: \xff}")
-    assert "cannot be read" in refusal(path=tmp_path / "latin")
+    assert "cannot be read: it is not a text file; a config is YAML like configs/" in refusal(path=tmp_path / "latin")
+    (tmp_path / "checkpoint_step3.pt").write_bytes(b"PK\x03\x04\xff\xfe")
+    assert "it is a checkpoint, which --resume takes" in refusal(path=tmp_path / "checkpoint_step3.pt")
+    (tmp_path / "empty.yaml").write_text("\n")
+    assert "empty.yaml is empty: write at least one section" in refusal(path=tmp_path / "empty.yaml")
+    for message in (folder, refusal(path=tmp_path / "latin"), refusal(path=tmp_path / "mine.yaml" / "x")):
+        assert "Errno" not in message and "\n" not in message
 
 
-def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, **options: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)  # chmod does not stop a superuser
+    assert refusal(path=tmp_path / "x.yaml").endswith(f"no permission; try chmod u+r {tmp_path / 'x.yaml'}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "suggested"),
+    [
+        ("configs/m7c_125m_80.yaml", "configs/m7c_125m_80g.yaml"),
+        ("m7c_125m_80g", "configs/m7c_125m_80g.yaml"),
+        ("configs/showcase.yaml", "configs/train_showcase.yaml"),
+        ("nowhere/configs/train_showcase.yml", "configs/train_showcase.yaml"),
+    ],
+)
+def test_a_file_that_is_not_there_is_answered_with_the_nearest_that_is(
+    wrong: str, suggested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS[0].parents[1])
+    message = refusal(path=Path(wrong))
+    assert message.startswith(f"config file {wrong} does not exist; did you mean {suggested}")
+
+
+def test_a_file_like_no_other_is_answered_with_all_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS[0].parents[1])
+    assert "there are configs/m7c_125m_24g.yaml, configs/" in refusal(path=Path("zzz"))
+    monkeypatch.chdir(tmp_path)
+    assert "work in the repository's root" in refusal(path=Path("configs/m7c_125m_80g.yaml"))
+    (tmp_path / "mine.yaml").write_text("train: {}\n")
+    assert refusal(path=Path("mien.yaml")).endswith("did you mean mine.yaml?")
+
+
+def test_a_file_of_comments_alone_means_the_defaults(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "# nothing\n")) == Config()
+
+
+def test_all_that_is_wrong_with_a_file_is_named_at_once(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "trian: {steps: 3}\nmodel: {n_head: 3, n_heads: 7, d_k: 33}\nnsa: 4\n"
+        "train: {setps: 3, lr: fast, batch_size: 0}\nruntime: {precision: fp8}\n",
+    )
+    lines = refusal(path=path).splitlines()
+    assert [line[:28] for line in lines] == [
+        "unknown section 'trian'; did",
+        "unknown key model.n_head; di",
+        "nsa must be a section with k",
+        "unknown key train.setps; did",
+        "runtime.precision is 'fp8': ",
+        "train.batch_size is 0: input",
+        "train.lr is 'fast': input sh",
+        "model.n_heads must be a mult",
+        "model.d_k must be even for r",
+    ]
+
+
+def test_a_combination_is_not_blamed_when_one_of_its_keys_is_wrong_anyway() -> None:
+    assert refusal("nsa.l=many", "nsa.d=7", "nsa.l_sel=70").startswith("nsa.l is 'many'")
+    assert len(refusal("nsa.l=many", "nsa.d=7", "nsa.l_sel=70").splitlines()) == 1
 
 
 @pytest.mark.parametrize("dotted", known_keys())
