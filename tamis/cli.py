@@ -13,19 +13,21 @@ from typing import Any
 import typer
 
 from tamis import cli_check, cli_measure, cli_train, cli_use, cli_watch
-from tamis.cli_base import loading_torch
+from tamis.cli_base import Verbs, loading_torch
 from tamis.legacy import Request, parse
 from tamis.run.exit_codes import ExitCode
 from tamis.run.lock import RunLocked
 
 app = typer.Typer(
     name="tamis",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Trains language models with Native Sparse Attention, hands off.\n\nStart with: tamis run",
-    epilog="Every verb's --help has examples. --debug after any verb shows where an error came from.",
+    epilog="Every verb's --help has examples. --debug after any verb shows where an error came from. "
+    "Exit codes: 0 done, 1 failed, 2 wrong words or config, 3 halted, 4 stopped by a signal, 5 anomaly, 6 no data.",
 )
 for panel in (cli_train, cli_watch, cli_check, cli_use, cli_measure):  # the order of the help
     app.add_typer(panel.app)
@@ -36,7 +38,7 @@ LEAVES_A_CHECKPOINT = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
 def main() -> None:
     """The entry point: one clear message for an error a user can mend; `--debug` shows where any error came from."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    sys.exit(guarded(lambda: app(arguments), debug="--debug" in sys.argv))
+    sys.exit(guarded(lambda: app(arguments, prog_name="tamis", standalone_mode=False), debug="--debug" in sys.argv))
 
 
 def train_showcase(argv: list[str]) -> int:
@@ -70,7 +72,8 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
         if debug:
             raise
         message, code = _explained(error)
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        if message:
+            print(f"error: {message}", file=sys.stderr, flush=True)
         return code
 
 
@@ -78,11 +81,20 @@ def _explained(error: Exception) -> tuple[str, int]:
     """What our own errors say is meant for the user; of any other, the kind matters too."""
     from tamis.data.errors import DataError
 
+    if hasattr(error, "format_message"):  # of the command line's own parser, which comes with typer under several names
+        return _wrong_words(error), ExitCode.USAGE
     if isinstance(error, DataError):
         return str(error), ExitCode.DATA_FAILURE
     if isinstance(error, (ValueError, OSError, RunLocked)):  # ConfigError and DamagedCheckpoint are ValueErrors
         return str(error), ExitCode.USAGE
     return f"{type(error).__name__}: {error} (--debug shows where)", ExitCode.CRASH
+
+
+def _wrong_words(error: Any) -> str:
+    """A flag, verb or value that does not exist, and where to read which do; nothing when help was shown instead."""
+    message = error.format_message()
+    path = getattr(getattr(error, "ctx", None), "command_path", "tamis")
+    return f"{message} ({path} --help shows what there is)" if message else ""
 
 
 if __name__ == "__main__":

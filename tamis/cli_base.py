@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tamis import __version__
-from tamis.config import Config, ConfigError, load_config
+from tamis.config import Config, ConfigError, known_keys, load_config
 from tamis.legacy import variable_overrides
+from tamis.run.hardware import choose_config, read_gpus
 
 Words = Annotated[
     list[str] | None,
@@ -21,21 +24,56 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, 
 TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
 
 
+class Verb(TyperCommand):
+    """A command whose help is for people."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return plain(super().get_params(ctx))
+
+
+class Verbs(TyperGroup):
+    """The same for a command with commands of its own."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return plain(super().get_params(ctx))
+
+
+def plain(parameters: list[Any]) -> list[Any]:
+    """Without the types that typer shows beside everything, where they teach nothing."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+        if parameter.param_type_name == "argument" and parameter.metavar is not None:
+            parameter.display_type_rich = lambda ctx: None  # its name says it: RUN, CONFIG|SECTION.KEY=VALUE
+    return parameters
+
+
 def resolve(words: list[str] | None, default: str | None = None) -> Config:
     """The config file ($CONFIG, then `default`, when none is given), then the variables, then single keys."""
     path, overrides = split(words)
     from_variables, effects = variable_overrides(os.environ)
     for effect in effects:
         print(f"[tamis] {effect}", flush=True)
-    return load_config(path or default, [*from_variables, *overrides])
+    config = load_config(path or default, [*from_variables, *overrides])
+    if path is None:
+        chosen = default or f"the built-in defaults, {config.model.name}"
+        print(f"[tamis] no config was named, so this is {chosen}", file=sys.stderr, flush=True)
+    return config
+
+
+def resolve_for_this_machine(words: list[str] | None) -> Config:
+    """The same; where no file is named, the one that `tamis run` would choose here."""
+    return resolve(words, split(words)[0] or choose_config(read_gpus()))
 
 
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:
     """The config file, $CONFIG when none is given, and the single keys."""
     files = [word for word in words or [] if "=" not in word]
+    if key := next((word for word in files if word in known_keys()), None):
+        raise ConfigError(f"{key} is a key of the config: write {key}=VALUE")
     if len(files) > 1:
         raise ConfigError(f"one config file at most, got {', '.join(files)}")
-    return files[0] if files else os.environ.get("CONFIG"), [word for word in words or [] if "=" in word]
+    return files[0] if files else os.environ.get("CONFIG") or None, [word for word in words or [] if "=" in word]
 
 
 def loading_torch(stream: TextIO | None = None) -> None:

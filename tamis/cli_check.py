@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tamis.cli_base import CHECK, Words, loading_torch, resolve
+from tamis.cli_base import CHECK, Verb, Verbs, Words, loading_torch, resolve, resolve_for_this_machine
 from tamis.config import ConfigError, load_config
 from tamis.run.exit_codes import ExitCode
 
 app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
 
-config_app = typer.Typer(no_args_is_help=True, help="Show or check a configuration.")
+config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show or check a configuration.")
 app.add_typer(config_app, name="config", rich_help_panel=CHECK)
+config_verb = partial(config_app.command, cls=Verb)
 
 
-@app.command(rich_help_panel=CHECK)
-def check(words: Words = None, quick: Annotated[bool, typer.Option(help="only what needs no torch")] = False) -> None:
+@verb()
+def check(
+    words: Words = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="only what needs no torch and no data; takes a second")
+    ] = False,
+) -> None:
     """Is this machine ready for this run? Numbered checks, each with its evidence and its remedy.
 
-    Example: tamis check configs/m7c_125m_80g.yaml
+    The GPUs decide the config when none is given, as for `tamis run`. Exit code 1 when a check failed.
+
+    Examples:
+
+      tamis check configs/m7c_125m_80g.yaml
+
+      tamis check --quick
     """
     from tamis.run.preflight import check as preflight
 
-    raise typer.Exit(preflight(resolve(words), quick=quick))
+    raise typer.Exit(preflight(resolve_for_this_machine(words), quick=quick))
 
 
-@app.command(rich_help_panel=CHECK)
+@verb()
 def verify(words: Words = None) -> None:
     """Prove the attention kernels against the reference on this device, and that the model is causal.
 
@@ -40,7 +54,7 @@ def verify(words: Words = None) -> None:
     raise typer.Exit(report(resolve(words)))
 
 
-@app.command(rich_help_panel=CHECK)
+@verb()
 def causality(
     words: Words = None,
     full: Annotated[bool, typer.Option("--full", help="also the lengths around l, w, 2w, 4w, kernels, floor")] = False,
@@ -55,7 +69,7 @@ def causality(
     raise typer.Exit(test(resolve(words), full))
 
 
-@app.command(rich_help_panel=CHECK)
+@verb()
 def estimate(
     words: Words = None,
     processes: Annotated[int, typer.Option(min=1, help="GPUs the run will use")] = 1,
@@ -63,17 +77,19 @@ def estimate(
 ) -> None:
     """What a run will cost, from a few measured steps: speed, memory, time, disk, and what would be better.
 
+    The GPUs decide the config when none is given, as for `tamis run`.
+
     Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
     """
     if not json:
         loading_torch()
-    resolved = resolve(words)
+    resolved = resolve_for_this_machine(words)
     from tamis.train.estimate import report
 
     raise typer.Exit(report(resolved, processes, json))
 
 
-@config_app.command("show")
+@config_verb("show")
 def config_show(words: Words = None) -> None:
     """Print the resolved configuration, its hash and the true parameter count.
 
@@ -86,8 +102,8 @@ def config_show(words: Words = None) -> None:
     print(f"# hash {resolved.hash}, {parameter_count(resolved):,} parameters")
 
 
-@config_app.command("validate")
-def config_validate(configs: Annotated[list[Path], typer.Argument(help="YAML files")]) -> None:
+@config_verb("validate")
+def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files")]) -> None:
     """Check configuration files; every problem is named with its key.
 
     Example: tamis config validate configs/*.yaml
@@ -98,5 +114,5 @@ def config_validate(configs: Annotated[list[Path], typer.Argument(help="YAML fil
             print(f"ok   {path} {load_config(path).hash}")
         except ConfigError as error:
             bad += 1
-            print(f"FAIL {path}: {error}")
+            print("\n       ".join([f"FAIL {path}:", *str(error).splitlines()]))
     raise typer.Exit(ExitCode.USAGE if bad else ExitCode.DONE)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli_base import MEASURE, Words, loading_torch, resolve
+from tamis.cli_base import MEASURE, Verb, Verbs, Words, loading_torch, resolve
 
 app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure attention, training, decoding, retrieval.")
+bench_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Measure attention, training, decoding, retrieval.")
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+bench_verb = partial(bench_app.command, cls=Verb)
 
 M7C = "configs/m7c_125m_80g.yaml"
 
 
-@app.command(rich_help_panel=MEASURE)
+@verb()
 def profile(
     words: Words = None,
     steps: Annotated[int, typer.Option(min=1, help="steps to profile, after three of warm-up")] = 5,
@@ -35,10 +38,12 @@ def profile(
     raise typer.Exit(profiled(resolved, steps, out))
 
 
-@bench_app.command("attention")
+@bench_verb("attention")
 def bench_attention(
     shape: Annotated[Literal["m7c", "paper", "both"], typer.Option(help="heads, groups and sizes to measure")] = "both",
-    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a sequence; repeatable")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
     repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
@@ -54,7 +59,7 @@ def bench_attention(
     print(json.dumps(run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)))
 
 
-@bench_app.command("paths")
+@bench_verb("paths")
 def bench_paths(
     words: Words = None,
     steps: Annotated[int, typer.Option(min=1, help="steps measured of each path")] = 100,
@@ -70,10 +75,12 @@ def bench_paths(
     raise typer.Exit(compare(resolve(words), steps, warmup))
 
 
-@bench_app.command("train")
+@bench_verb("train")
 def bench_train(
     words: Words = None,
-    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens per sequence; repeatable")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens per sequence; repeatable")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens per step; by default 65,536")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
@@ -90,10 +97,12 @@ def bench_train(
     print(json.dumps(run(resolve(words, M7C), lengths, tokens, steps, warmup, with_data)))
 
 
-@bench_app.command("decode")
+@bench_verb("decode")
 def bench_decode(
-    batches: Annotated[list[int] | None, typer.Option("--batch", help="sequences; repeatable")] = None,
-    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens in the cache; repeatable")] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", metavar="N", help="sequences; repeatable")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens in the cache; repeatable")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 30,
     with_model: Annotated[bool, typer.Option("--with-model", help="also a step of the whole model")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -109,9 +118,11 @@ def bench_decode(
     measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
 
 
-@bench_app.command("needle")
+@bench_verb("needle")
 def bench_needle(
-    lengths: Annotated[list[int] | None, typer.Option("--length", help="tokens of a text; repeatable")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a text; repeatable")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="training steps")] = None,
     seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -129,10 +140,13 @@ def bench_needle(
     measure(chosen, device=device)
 
 
-@bench_app.command("positions")
+@bench_verb("positions")
 def bench_positions(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoint_step{N}.pt, a run's directory, or an exported folder")],
-    scales: Annotated[list[float] | None, typer.Option("--scale", help="rope scales; repeatable")] = None,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="checkpoint_step{N}.pt, a run's directory, or an exported folder"),
+    ],
+    scales: Annotated[list[float] | None, typer.Option("--scale", metavar="X", help="rope scales; repeatable")] = None,
     reach: Annotated[int, typer.Option(min=1, help="how many trained lengths to read")] = 4,
     sequences: Annotated[int, typer.Option(min=1, help="held-out sequences")] = 16,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",

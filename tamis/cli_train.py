@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from tamis.cli_base import TRAIN, RunDir, Words, loading_torch, resolve, split
+from tamis.cli_base import TRAIN, RunDir, Verb, Words, loading_torch, resolve_for_this_machine, split
 
 app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=TRAIN)
 
 Detach = Annotated[bool, typer.Option("--detach", help="go on in the background; the terminal may go away")]
 
 
-@app.command(rich_help_panel=TRAIN)
+@verb()
 def run(words: Words = None, detach: Detach = False) -> None:
     """The main job: looks at the machine, smokes, trains under supervision, resumes by itself, hands over.
 
@@ -32,12 +34,14 @@ def run(words: Words = None, detach: Detach = False) -> None:
     raise typer.Exit(main_job(path, overrides, detach))
 
 
-@app.command(rich_help_panel=TRAIN)
+@verb()
 def train(
     words: Words = None,
     resume: Annotated[str | None, typer.Option(help="a checkpoint file, or auto for the newest valid one")] = None,
 ) -> None:
     """Train in this process (or as one of torchrun's), unsupervised.
+
+    The GPUs decide the config when none is given, as for `tamis run`.
 
     Examples:
 
@@ -46,13 +50,13 @@ def train(
       tamis train configs/m7c_125m_80g.yaml train.steps=1000 --resume auto
     """
     loading_torch()
-    resolved = resolve(words)
+    resolved = resolve_for_this_machine(words)
     from tamis.train.main import train_config
 
     raise typer.Exit(train_config(resolved, resume))
 
 
-@app.command(rich_help_panel=TRAIN)
+@verb()
 def launch(
     words: Words = None,
     phases: Annotated[bool, typer.Option("--phases", help="preflight, then phases 0 to 3 with go/no-go")] = False,
@@ -68,7 +72,7 @@ def launch(
 
     With --phases: preflight, one synthetic step, 300 and 1000 steps, then the run itself.
     Each phase is judged from the files it left, and one that fails stops the launch with the reason.
-    The same command again goes on where it stopped.
+    The same command again goes on where it stopped. The GPUs decide the config when none is given, as for `tamis run`.
 
     Examples:
 
@@ -81,7 +85,7 @@ def launch(
     from tamis.run.launching import launch_in_background, launch_once, launch_phases, prepared
     from tamis.run.phases import parse_phase_steps
 
-    config = resolve(words)
+    config = resolve_for_this_machine(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if phases and detach:
         raise typer.Exit(launch_in_background(config.train.out_dir, [a for a in sys.argv[1:] if a != "--detach"]))
@@ -89,7 +93,7 @@ def launch(
     raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job, detach))
 
 
-@app.command(rich_help_panel=TRAIN)
+@verb()
 def halt(
     run: RunDir,
     reason: Annotated[

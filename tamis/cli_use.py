@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli_base import USE, Words, loading_torch, resolve
+from tamis.cli_base import USE, Verb, Verbs, Words, loading_torch, resolve
 
 app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=USE)
 
-data_app = typer.Typer(no_args_is_help=True, help="Prepare token shards, or ask whether it is the data.")
+data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Prepare token shards, or ask whether it is the data.")
 app.add_typer(data_app, name="data", rich_help_panel=USE)
+data_verb = partial(data_app.command, cls=Verb)
 
-Checkpoint = Annotated[Path, typer.Argument(help="checkpoint_step{N}.pt, a run's directory, or an exported folder")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="checkpoint_step{N}.pt, a run's directory, or an exported folder")
+]
 
 
-@app.command(rich_help_panel=USE)
+@verb()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="text to continue; may be given several times")
+    ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="a file with one prompt a line")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to draw")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,
@@ -56,10 +63,10 @@ def generate(
     )
 
 
-@app.command(rich_help_panel=USE)
+@verb()
 def export(
     checkpoint: Checkpoint,
-    folder: Annotated[Path, typer.Argument(help="a new folder")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new folder")],
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="of the weights")] = "fp32",
 ) -> None:
     """Write a Hugging Face folder: safetensors, config, tokenizer and our modelling file.
@@ -71,10 +78,12 @@ def export(
     export_command(checkpoint, folder, precision=precision)
 
 
-@app.command(rich_help_panel=USE)
+@verb()
 def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint: the file of DDP, or the folder of FSDP")],
-    target: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint: the file of DDP, or the folder of FSDP")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="where to write; must not exist")],
     kind: Annotated[Literal["file", "folder", "safetensors"], typer.Option(help="what to write")] = "safetensors",
 ) -> None:
     """Turn a checkpoint into the other kind, or into plain safetensors weights.
@@ -86,9 +95,9 @@ def convert(
     print(f"written: {written(checkpoint, target, kind)}")
 
 
-@data_app.command("prepare")
+@data_verb("prepare")
 def data_prepare(
-    out: Annotated[Path, typer.Argument(help="folder for the shards")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the shards")],
     words: Words = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; by default one per core")] = None,
 ) -> None:
@@ -106,7 +115,7 @@ def data_prepare(
     print(f"done: {out}; train on it with data.dataset=shards data.local_path={out}")
 
 
-@data_app.command("check")
+@data_verb("check")
 def data_check(
     words: Words = None, batches: Annotated[int, typer.Option(min=1, help="how many batches to fetch")] = 4
 ) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tamis.cli_base import WATCH, RunDir
+from tamis.cli_base import WATCH, RunDir, Verb
 
 app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
 
 
-@app.command(rich_help_panel=WATCH)
+@verb()
 def monitor(
     run: RunDir,
     once: Annotated[bool, typer.Option("--once", help="print the state once as text")] = False,
@@ -32,7 +34,7 @@ def monitor(
     raise typer.Exit(show(run, once=once, as_json=json, every_s=every))
 
 
-@app.command(rich_help_panel=WATCH)
+@verb()
 def judge(run: RunDir) -> None:
     """Hold a run against the runbooks' success criteria, with the evidence for each line; exit code 1 if one failed.
 
@@ -43,7 +45,7 @@ def judge(run: RunDir) -> None:
     raise typer.Exit(judged(run))
 
 
-@app.command(rich_help_panel=WATCH)
+@verb()
 def report(run: RunDir) -> None:
     """Write RUN/report.html: curves, criteria and facts on one page that needs no network.
 
@@ -54,7 +56,7 @@ def report(run: RunDir) -> None:
     raise typer.Exit(write(run))
 
 
-@app.command(rich_help_panel=WATCH)
+@verb()
 def handoff(
     run: RunDir,
     output: Annotated[Path | None, typer.Option(help="the tar to write; by default beside RUN, with the time")] = None,

@@ -64,7 +64,8 @@ def _read_text(path: Path) -> str:
 def _files_like(path: Path) -> str:
     """The config files with the most similar names: beside the one that was meant, and among the shipped ones."""
     files = {file.stem: file for folder in (path.parent, SHIPPED) for file in _yaml_files(folder)}
-    names = difflib.get_close_matches(path.stem, files, n=SUGGESTED, cutoff=0.5)
+    names = [name for name in files if path.stem and path.stem in name][:SUGGESTED]
+    names = names or difflib.get_close_matches(path.stem, files, n=SUGGESTED, cutoff=0.5)
     if names:
         return f"; did you mean {' or '.join(str(files[name]) for name in names)}?"
     if files:

@@ -23,6 +23,7 @@ from tamis.run import launching
 from tamis.run.directory import RunDirectory
 from tamis.run.halt import HaltFile
 from tamis.run.halting import halt_run
+from tamis.run.hardware import SHOWCASE_CONFIG
 from tamis.run.launching import Launch, halts_passed_on, launch_phases
 from tamis.run.lock import RunLock, RunLocked
 from tests.checkout import MINIATURE, ROOT
@@ -118,10 +119,13 @@ def test_data_is_prepared_and_checked(here: Path) -> None:
 
 def test_config_is_shown_with_its_true_size_and_validated(here: Path) -> None:
     assert "# hash " in ok(tamis("config", "show", "mine.yaml", "train.steps=9"))
-    (here / "bad.yaml").write_text("train: {setps: 3}\n")
-    bad = tamis("config", "validate", "mine.yaml", "bad.yaml")
+    (here / "bad.yaml").write_text("train: {setps: 3, lr: 0}\nruntime: {precision: fp8}\n")
+    bad = tamis("config", "validate", "mine.yaml", "bad.yaml", "none.yaml")
     assert bad.exit_code == 2
     assert "unknown key train.setps; did you mean train.steps?" in bad.output
+    assert "train.lr is 0" in bad.output
+    assert "(allowed: bf16, fp16, fp32)" in bad.output
+    assert "config file none.yaml does not exist" in bad.output
 
 
 def command_line(*words: str) -> subprocess.CompletedProcess[str]:
@@ -157,14 +161,72 @@ def test_each_kind_of_error_has_its_exit_code(error: BaseException, code: int, m
     assert capsys.readouterr().err == message
 
 
+def typed(*words: str) -> int:
+    """As `main` runs it, in this process."""
+    return guarded(lambda: app(list(words), prog_name="tamis", standalone_mode=False), debug=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("judge",), ("report",), ("handoff",), ("halt",), ("monitor", "--once"), ("monitor", "--json")],
+    ids=" ".join,
+)
+def test_a_run_that_is_not_there_is_refused_alike_by_every_verb_and_the_others_are_named(
+    words: tuple[str, ...], here: Path, capsys
+) -> None:
+    RunDirectory(here / "artifacts" / "train_showcase").create().config_yaml.touch()
+    assert typed(words[0], "artifacts/showcase", *words[1:]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: artifacts/showcase does not exist; give the directory that train.out_dir names")
+    assert "(runs here: artifacts/train_showcase)" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lunch"], "No such command 'lunch'. Did you mean 'launch'"),
+        (["launch", "--phase-step", "3"], "No such option: --phase-step"),
+        (["launch", "--restarts", "many"], "Invalid value for '--restarts'"),
+        (["judge"], "Missing argument 'RUN'. (tamis judge --help shows what there is)"),
+        (["train", "train.steps"], "train.steps is a key of the config: write train.steps=VALUE"),
+        (["check", "mien.yaml"], "config file mien.yaml does not exist; did you mean mine.yaml?"),
+    ],
+)
+def test_what_is_mistyped_is_one_line_with_what_was_meant(words: list[str], message: str, here: Path, capsys) -> None:
+    assert typed(*words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and len(told.splitlines()) == 1
+    assert message.removesuffix("'") in told
+
+
+@pytest.mark.parametrize("verb", ["", *sorted(VERBS)])
+def test_help_shows_what_a_person_types_and_no_types_of_the_program(verb: str) -> None:
+    text = ok(tamis(*verb.split(), "--help"))
+    assert "<bool>" not in text and "<list" not in text and "--no-" not in text
+
+
+def test_without_a_config_launch_takes_what_the_main_job_would(here: Path, monkeypatch, capsys) -> None:
+    (here / "configs").mkdir()
+    (here / "mine.yaml").rename(here / SHOWCASE_CONFIG)
+    monkeypatch.setattr(launching, "read_gpus", list)
+    monkeypatch.setattr("tamis.cli_base.read_gpus", list)
+    launched: list[Launch] = []
+    monkeypatch.setattr(launching, "launch_once", lambda job, detach: launched.append(job) or 0)
+    assert typed("launch", "train.steps=2") == 0
+    (job,) = launched
+    assert (job.config_path, job.config.train.steps, job.config.model.dim) == (SHOWCASE_CONFIG, 2, 32)
+    told = capsys.readouterr()
+    assert f"no config was named, so this is {SHOWCASE_CONFIG}" in told.err
+    assert f"config: {SHOWCASE_CONFIG}" in told.out
+
+
 def test_two_config_files_are_refused(here: Path) -> None:
     with pytest.raises(ConfigError, match="one config file at most"):
         tamis("check", "mine.yaml", "other.yaml")
 
 
 def test_halt_tells_when_there_is_nothing_to_halt(here: Path, capsys) -> None:
-    (here / "out").mkdir()
-    assert halt_run("nowhere", "why", 1) == 1
+    RunDirectory("out").create().config_yaml.touch()
     assert halt_run("out", "why", 1) == 1
     assert "nothing runs in out" in capsys.readouterr().out
     assert not (here / "out" / ".HALT").exists()

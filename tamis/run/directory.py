@@ -125,5 +125,5 @@ class RunDirectory:
     def _entries(self) -> list[Path]:
         try:
             return list(self.path.iterdir())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []

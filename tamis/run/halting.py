@@ -7,16 +7,14 @@ from pathlib import Path
 
 from tamis.run.checkpoints import latest_valid_checkpoint
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import existing_run
 from tamis.run.halt import HaltFile
 from tamis.run.lock import RunLock
 
 
 def halt_run(run_dir: str | Path, reason: str, wait_s: float) -> int:
     """0 when the run has stopped (or nothing was asked to be waited for), 1 when nothing runs or it goes on."""
-    run = RunDirectory(run_dir)
-    if not run.path.is_dir():
-        print(f"{run_dir} does not exist; give the directory that train.out_dir names")
-        return 1
+    run = existing_run(run_dir)
     if not _is_running(run):
         print(f"nothing runs in {run.path}: there is nothing to halt")
         return 1

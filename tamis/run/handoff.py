@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tamis.run.checkpoints import latest_valid_checkpoint, sha256_of
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import existing_run
 from tamis.run.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.findings import utc, verdict, write_findings
 from tamis.run.heartbeat import previous_file
@@ -48,12 +49,9 @@ def handoff(
 ) -> int:
     """Write and verify the bundle; 0 when it is complete and verified, 1 when something is missing from it.
 
-    `output` defaults to a file with the time in its name, beside the run directory.
+    `output` defaults to a file with the time in its name, beside the run directory. Raises NoSuchRun.
     """
-    directory = RunDirectory(run_dir)
-    if not directory.path.is_dir():
-        say(f"{run_dir} does not exist; give the directory that train.out_dir names")
-        return 1
+    directory = existing_run(run_dir)
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
     output.parent.mkdir(parents=True, exist_ok=True)

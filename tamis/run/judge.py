@@ -11,6 +11,7 @@ from rich.console import Console
 from tamis.config import ConfigError, load_config
 from tamis.run import criteria, criteria_device, criteria_supervision
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import existing_run
 from tamis.run.evidence import Evidence, read_evidence
 from tamis.run.findings import (
     Criterion,
@@ -125,14 +126,8 @@ RUNBOOKS = (
 
 
 def judge(run_dir: str | Path, *, console: Console | None = None) -> int:
-    """Print and store every runbook's table. 0: nothing failed; 1: something did, or there is nothing to judge."""
-    console = console or Console()
-    directory = RunDirectory(run_dir)
-    if not directory.path.is_dir():
-        console.print(
-            f"{run_dir} does not exist; give the directory that train.out_dir names", markup=False, soft_wrap=True
-        )
-        return 1
+    """Print and store every runbook's table. 0: nothing failed; 1: something did. Raises NoSuchRun."""
+    console, directory = console or Console(), existing_run(run_dir)
     results = judge_runbooks(read_evidence(directory))
     for title, findings in results.items():
         print_findings(title, findings, console)

@@ -50,7 +50,7 @@ class Launch:
 def prepared(config: Config, config_path: str | None, processes: int | None, restarts: int) -> Launch:
     """Look at the machine, say what follows from it, and set the NCCL variables that the operator left open."""
     gpus = read_gpus()
-    plan: LaunchPlan = launch_plan(gpus, config_path=config_path or "built-in defaults")
+    plan: LaunchPlan = launch_plan(gpus, config_path=config_path)
     os.environ.update(plan.environment)
     processes = processes or plan.processes
     for line in [

@@ -9,32 +9,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tamis.run.directory_choice import NoSuchRun, no_run_in
 from tamis.run.monitor_snapshot import Snapshot, read_snapshot
 from tamis.run.monitor_text import snapshot_text
 
-UNHEALTHY = ("crashed", "failed", "missing")
+UNHEALTHY = ("crashed", "failed")
 
 
 def monitor(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
-    """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed, missing or with a problem.
+    """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed or with a problem.
 
-    Without a terminal (a pipe, a cron job) the text is printed once.
+    Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a directory that is not
+    there yet; where nobody can wait, NoSuchRun is raised.
     """
-    if as_json:
-        snapshot = read_snapshot(run_dir)
-        print(json.dumps(_speakable(asdict(snapshot)), indent=2))
-        return _exit_code(snapshot)
-    if once or not sys.stdout.isatty():
-        snapshot = read_snapshot(run_dir)
-        print(snapshot_text(snapshot))
-        return _exit_code(snapshot)
+    if as_json or once or not sys.stdout.isatty():
+        return _show_once(read_snapshot(run_dir), as_json)
     from tamis.run.monitor_screen import MonitorScreen  # textual is only needed, and only installed, where people look
 
     MonitorScreen(lambda: read_snapshot(run_dir), every_s=every_s).run()
     return 0
 
 
-def _exit_code(snapshot: Snapshot) -> int:
+def _show_once(snapshot: Snapshot, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(_speakable(asdict(snapshot)), indent=2), flush=True)
+    if snapshot.state == "missing":
+        raise NoSuchRun(no_run_in(snapshot.run_dir))
+    if not as_json:
+        print(snapshot_text(snapshot))
     problems = any(alert.level == "problem" for alert in snapshot.alerts)
     return 1 if problems or snapshot.state in UNHEALTHY else 0
 

@@ -16,6 +16,7 @@ from typing import Any
 from tamis.config import Config
 from tamis.run.checkpoints import read_manifest
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import runs_near
 from tamis.run.events import read_events
 from tamis.run.evidence import TrainingRow, ValidationRow, read_config, read_training, read_validation
 from tamis.run.findings import utc
@@ -105,8 +106,14 @@ def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequen
     if directory.path.is_dir():
         snapshot = _read(directory, now, list(gpus))
         return replace(snapshot, alerts=alerts + snapshot.alerts)
-    sentence = "the run directory does not exist yet"
+    sentence = f"the run directory does not exist yet{_others(directory.path)}"
     return Snapshot(str(directory.path), utc(now), "missing", sentence, gpus=[*gpus], alerts=alerts)
+
+
+def _others(path: Path) -> str:
+    """A name may be mistyped: the runs there are, for whoever waits here."""
+    runs = runs_near(path)
+    return f"; runs here: {', '.join(map(str, runs))}" if runs else ""
 
 
 def active_directory(out: RunDirectory) -> RunDirectory:

@@ -17,6 +17,7 @@ from tamis.run import curves
 from tamis.run.checkpoints import read_manifest
 from tamis.run.curves import Series, thinned
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import existing_run
 from tamis.run.evidence import Evidence, read_evidence
 from tamis.run.findings import Finding, utc, verdict
 from tamis.run.judge import judge_runbooks, span
@@ -50,12 +51,8 @@ CHARTS = (
 
 
 def report(run_dir: str | Path, *, say: Callable[[str], None] = print) -> int:
-    """Write OUT/report.html; 1 when there is no such run."""
-    directory = RunDirectory(run_dir)
-    if not directory.path.is_dir():
-        say(f"{run_dir} does not exist; give the directory that train.out_dir names")
-        return 1
-    say(f"report: {write_report(directory)}")
+    """Write OUT/report.html. Raises NoSuchRun."""
+    say(f"report: {write_report(existing_run(run_dir))}")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tamis.config import ConfigError, load_config
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import no_run_in
 from tamis.run.events import EventLog, write_anomaly
 from tamis.run.exit_codes import ExitCode
 from tamis.run.ladder import Grace, Ladder
@@ -28,7 +29,7 @@ def watch(
     """Watch until the run has ended (0) or something is wrong with it (5), which is then halted if `halt` is set."""
     run = RunDirectory(directory)
     if not run.path.is_dir():
-        say(f"there is no run directory {directory}: give the train.out_dir of the run with --dir")
+        say(f"error: --dir {no_run_in(directory)}")
         return ExitCode.USAGE
     watcher = Watcher(run, limits or limits_of(run))
     events = EventLog(run, by="watchdog", say=say)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tamis.run import handoff as handoff_module
 from tamis.run import judge
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import NoSuchRun
 from tamis.run.environment import describe_environment
 from tamis.run.handoff import handoff, verify_bundle
 from tamis.run.info import read_info, write_info
@@ -159,7 +160,9 @@ def test_a_bundle_leaves_the_run_as_it_was(run, tmp_path):
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path):
-    assert handoff(tmp_path / "nowhere", say=lambda line: None) == 1
+    with pytest.raises(NoSuchRun, match="does not exist"):
+        handoff(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
 
 
 @given(st.text(max_size=300), st.text(min_size=8, max_size=40))

@@ -9,6 +9,7 @@ import torch
 from tamis.run import criteria, criteria_device, criteria_supervision
 from tamis.run.checkpoints import write_manifest
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import NoSuchRun
 from tamis.run.events import EventLog
 from tamis.run.evidence import Evidence, read_evidence
 from tamis.run.findings import Criterion, Finding, is_go, verdict
@@ -214,9 +215,11 @@ def test_judging_stores_the_evidence_and_tells_by_its_exit_code(tmp_path):
     assert all(finding["evidence"] for finding in stored["findings"])
 
 
-def test_judging_a_directory_that_is_not_there_is_refused(tmp_path, capsys):
-    assert judge(tmp_path / "nowhere") == 1
-    assert "does not exist" in capsys.readouterr().out
+def test_a_directory_without_a_run_is_neither_judged_nor_written_to(tmp_path):
+    for path, why in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "holds no run")):
+        with pytest.raises(NoSuchRun, match=why):
+            judge(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_half_written_files_are_read_up_to_the_break(tmp_path):

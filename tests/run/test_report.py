@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tamis.run.directory_choice import NoSuchRun
 from tamis.run.evidence import read_evidence
 from tamis.run.findings import Finding
 from tamis.run.report import page, report
@@ -55,9 +56,8 @@ def test_an_empty_directory_still_gives_a_page(tmp_path):
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path):
-    said: list[str] = []
-    assert report(tmp_path / "nowhere", say=said.append) == 1
-    assert "does not exist" in said[0]
+    with pytest.raises(NoSuchRun, match="does not exist"):
+        report(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")
