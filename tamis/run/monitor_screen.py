@@ -71,6 +71,7 @@ class MonitorScreen(App[None]):
 
     CSS = """
     Static { text-wrap: nowrap; text-overflow: ellipsis; }
+    #status, #alerts, #events, #step-time { text-wrap: wrap; }
     #status { height: auto; padding: 0 1; }
     #alerts { height: auto; max-height: 4; padding: 0 1; color: $text-error; }
     #panels { layout: grid; grid-size: 3; grid-rows: 2fr 11 1fr; height: 1fr; }
@@ -109,7 +110,7 @@ class MonitorScreen(App[None]):
             yield Panel("GPUs", "gpus", monitor_text.gpu_lines, "no GPU on this machine")
             yield Panel("step time", "ranks", monitor_text.time_lines, "no step yet")
             yield Panel("checkpoints", "log", monitor_text.checkpoint_lines, "none yet")
-            yield Panel("events", "log", monitor_text.event_lines, "none yet")
+            yield Panel("events", "log", monitor_text.newest_events_first, "none yet")
         yield Static(id="alerts", markup=False)
         yield Footer()
 

@@ -71,9 +71,10 @@ def time_lines(snapshot: Snapshot) -> list[str]:
 
 
 def rank_lines(snapshot: Snapshot) -> list[str]:
+    """What is acted on first (kill -USR1 PID): a narrow panel cuts the end, memory in use and reserved."""
     if not snapshot.ranks:
         return []
-    return ["rank phase           step     age  used/reserved  pid", *map(_rank_line, snapshot.ranks)]
+    return ["rank     pid   step   age phase              GiB", *map(_rank_line, snapshot.ranks)]
 
 
 def gpu_lines(snapshot: Snapshot) -> list[str]:
@@ -86,14 +87,12 @@ def gate_lines(snapshot: Snapshot) -> list[str]:
         return []
     lines = ["layer  cmp   sel   win   entropy"]
     for gate in snapshot.gates:
-        entropy = "" if gate.entropy is None else f"{gate.entropy:.3f} {bar(gate.entropy / EQUAL_GATES_NATS, 10)}"
+        entropy = "" if gate.entropy is None else f"{gate.entropy:.3f} {bar(gate.entropy / EQUAL_GATES_NATS, 5)}"
         lines.append(f"{gate.layer:5d}  {gate.compressed:.2f}  {gate.selected:.2f}  {gate.window:.2f}  {entropy}")
     if snapshot.gate_entropy_mean is not None:
         collapse = snapshot.gate_collapse_fraction
-        lines.append(
-            f"mean {snapshot.gate_entropy_mean:.3f} of ln 3 = {EQUAL_GATES_NATS:.3f}"
-            + ("" if collapse is None else f", collapsed heads {collapse:.1%}")
-        )
+        lines.append(f"mean {snapshot.gate_entropy_mean:.3f} of ln 3 = {EQUAL_GATES_NATS:.3f}")
+        lines += [] if collapse is None else [f"collapsed heads {collapse:.1%}"]
     return lines
 
 
@@ -107,6 +106,11 @@ def event_lines(snapshot: Snapshot) -> list[str]:
         f"{utc(event['ts'])[11:19]} {event.get('by')} {event.get('event')}: {event.get('reason')}"
         for event in snapshot.events
     ]
+
+
+def newest_events_first(snapshot: Snapshot) -> list[str]:
+    """For a panel that has not room for all."""
+    return event_lines(snapshot)[::-1]
 
 
 def alert_lines(snapshot: Snapshot) -> list[str]:
@@ -154,11 +158,10 @@ def _speed_line(snapshot: Snapshot) -> str:
 
 
 def _rank_line(view: RankView) -> str:
-    memory = "-"
-    if view.mem_alloc_gib is not None and view.mem_reserved_gib is not None:
-        memory = f"{view.mem_alloc_gib:.1f}/{view.mem_reserved_gib:.1f} GiB"
-    gone = "" if view.is_alive else " gone"
-    return f"{view.rank:4d} {view.phase:<12} {view.step:>7} {age(view.age_s):>7}  {memory:>13}  {view.pid}{gone}"
+    memory = "-" if view.is_alive else "gone"
+    if view.is_alive and view.mem_alloc_gib is not None and view.mem_reserved_gib is not None:
+        memory = f"{view.mem_alloc_gib:.1f}/{view.mem_reserved_gib:.1f}"
+    return f"{view.rank:4d} {view.pid:7d} {view.step:6d} {age(view.age_s):>5} {view.phase:<12} {memory:>9}"
 
 
 def _gpu_line(gpu: Gpu) -> str:

@@ -19,7 +19,7 @@ from textual.widgets import Static
 from tamis.run import monitor_snapshot
 from tamis.run.curves import thinned
 from tamis.run.directory import RunDirectory
-from tamis.run.events import write_anomaly
+from tamis.run.events import EventLog, write_anomaly
 from tamis.run.halt import HaltFile
 from tamis.run.hardware import GpuLost
 from tamis.run.heartbeat import read_heartbeats
@@ -27,7 +27,7 @@ from tamis.run.lock import RunLock
 from tamis.run.monitor import monitor
 from tamis.run.monitor_screen import Curves, MonitorScreen, Panel
 from tamis.run.monitor_snapshot import read_snapshot
-from tamis.run.monitor_text import snapshot_text
+from tamis.run.monitor_text import newest_events_first, rank_lines, snapshot_text
 from tamis.run.progress import duration_text, measure_progress
 from tamis.run.watchdog import Alarm
 from tests.run.fabricate import GPUS, Story, fabricate
@@ -74,7 +74,7 @@ def test_a_run_under_way_shows_its_numbers(tmp_path):
     assert snapshot.times.compute_s == pytest.approx(0.49)
     assert [saved.step for saved in snapshot.checkpoints] == [20, 40]
     text = snapshot_text(snapshot)
-    for shown in ("loss 3.", "MFU 41.0%", "ETA 7:", "GPU 1  busy  95%", "fetch p50", "18.0/20.0 GiB"):
+    for shown in ("loss 3.", "MFU 41.0%", "ETA 7:", "GPU 1  busy  95%", "fetch p50", "18.0/20.0"):
         assert shown in text
 
 
@@ -186,6 +186,29 @@ def test_the_screen_shows_every_panel_it_has_room_for(tmp_path, size, page):
         assert shown == ["ranks", "step time"]
     else:
         assert len(shown) == 8
+
+
+@pytest.mark.parametrize(("size", "whole"), [((80, 24), True), ((160, 50), True), ((120, 40), False)])
+def test_the_pid_of_a_rank_is_never_cut(tmp_path, size, whole):
+    live(tmp_path)
+
+    async def room() -> int:
+        app = MonitorScreen(lambda: read_snapshot(tmp_path, gpus=GPUS), every_s=3600)
+        async with app.run_test(size=size) as pilot:
+            await pilot.press("2")
+            await pilot.pause()
+            return app.query_one("#ranks", Panel).content_size.width
+
+    lines = rank_lines(read_snapshot(tmp_path, gpus=GPUS))
+    width = asyncio.run(room())
+    assert lines[0].index("pid") + len("pid") < width
+    assert not whole or max(map(len, lines)) <= width
+
+
+def test_a_panel_too_small_for_all_events_shows_the_newest(tmp_path):
+    run = live(tmp_path)
+    EventLog(run, by="watchdog").record("slow", "the newest")
+    assert newest_events_first(read_snapshot(tmp_path, gpus=[]))[0].endswith("the newest")
 
 
 def test_the_screen_keeps_up_with_a_run_that_begins_while_it_is_open(tmp_path):
