@@ -261,8 +261,8 @@ def test_production_launch_in_miniature(checkout: Checkout) -> None:
     assert {"run.info", "training.csv", "checkpoint_step300.pt", "report.html", "go_no_go.txt", "SHA256SUMS"} <= names
     assert command(1, "tamis judge") == command(2, "tamis judge") == f"tamis judge {out}"
     judged = checkout.run(command(0, "tamis judge").replace("artifacts/m7c_125m", out))
-    assert judged.code == 1
-    assert "trains for at least two hours" in judged  # which this one did not
+    assert "NOT MEASURED trains for at least two hours" in judged  # which is asked of a pilot on GPUs
+    assert (judged.code == 0) == (" FAIL " not in judged)
 
 
 def assert_went_on(checkout: Checkout, out: str, halted_at: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from tamis.run.evidence import Evidence
 from tamis.run.findings import Finding, failed, judged, not_measured, passed, utc
 from tamis.run.heartbeat import Heartbeat
+from tamis.run.lock import RunLock
 
 PILOT_HOURS = 2.0
 ERRORS_IN_LOG = re.compile(
@@ -57,10 +58,21 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
 
 
 def ran_long_enough(evidence: Evidence) -> Finding:
+    """Asked of the pilot, a run on GPUs; a showcase of a minute, or a run that still goes on, has not broken it."""
     hours = trained_hours(evidence)
     if hours is None:
         return failed("no step was finished")
-    return judged(hours >= PILOT_HOURS, f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}")
+    sentence = f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}"
+    if hours < PILOT_HOURS and not ran_on_gpus(evidence):
+        return not_measured(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
+    if hours < PILOT_HOURS and RunLock(evidence.directory.trainer_lock).is_held():
+        return not_measured(f"{sentence}, and it is still running: judge it again later")
+    return judged(hours >= PILOT_HOURS, sentence)
+
+
+def ran_on_gpus(evidence: Evidence) -> bool:
+    """By the heartbeats: what the machine had is not always what the run used."""
+    return any(beat.gpu_mem_alloc_gib is not None for beats in evidence.step_ends.values() for beat in beats)
 
 
 def trained_hours(evidence: Evidence) -> float | None:

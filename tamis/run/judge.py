@@ -41,10 +41,17 @@ def within(steps: int, judge: Callable[[Evidence], Finding]) -> Callable[[Eviden
 
     def judge_window(evidence: Evidence) -> Finding:
         if evidence.last_step < steps:
-            return not_measured(f"the run is at step {evidence.last_step}, before step {steps}")
+            return not_measured(_before(steps, evidence))
         return judge(evidence.until(steps))
 
     return judge_window
+
+
+def _before(steps: int, evidence: Evidence) -> str:
+    planned = evidence.config.train.steps if evidence.config else None
+    if planned is not None and planned < steps:
+        return f"the run has {planned} steps in all, fewer than {steps}"
+    return f"the run is at step {evidence.last_step}, before step {steps}"
 
 
 def phase_passed(number: int) -> Callable[[Evidence], Finding]:

@@ -14,6 +14,7 @@ from tamis.run.events import EventLog
 from tamis.run.evidence import Evidence, read_evidence
 from tamis.run.findings import Criterion, Finding, is_go, verdict
 from tamis.run.judge import RUNBOOKS, judge, judge_runbooks
+from tamis.run.lock import RunLock
 from tamis.run.usage import UsageSample
 from tamis.run.watchdog import Alarm
 from tests.run.fabricate import Story, fabricate
@@ -53,6 +54,33 @@ def test_a_healthy_run_meets_what_a_healthy_run_can_meet(healthy):
     assert statuses["trains for at least two hours"] == "fail"
     assert statuses["first 500 steps: gate entropy"] == "not measured"
     assert statuses["phase 1: no stall, finite, steady, balanced"] == "not measured"
+
+
+def test_two_hours_are_asked_of_a_pilot_on_gpus_alone(tmp_path, healthy):
+    on_cpu = {r: [replace(b, gpu_mem_alloc_gib=None) for b in beats] for r, beats in healthy.beats.items()}
+    found = criteria_supervision.ran_long_enough(replace(healthy, beats=on_cpu))
+    assert found.status == "not measured"
+    assert "are asked of a pilot on GPUs, and this run was on the CPU" in found.evidence
+    long = read_evidence(fabricate(tmp_path, steps=5, step_s=3600))
+    assert criteria_supervision.ran_long_enough(long).status == "pass"
+
+
+def test_a_run_that_still_goes_on_has_not_failed_to_last(tmp_path):
+    run = fabricate(tmp_path, steps=5)
+    with RunLock(run.trainer_lock) as lock:
+        lock.acquire("train")
+        found = criteria_supervision.ran_long_enough(read_evidence(run))
+    assert (found.status, "still running" in found.evidence) == ("not measured", True)
+    assert criteria_supervision.ran_long_enough(read_evidence(run)).status == "fail"
+
+
+def test_a_run_shorter_than_a_criterion_is_told_apart_from_one_that_is_not_there_yet(tmp_path):
+    def why(**story) -> str:
+        findings = judge_runbooks(read_evidence(fabricate(tmp_path / str(story["planned_steps"]), steps=5, **story)))
+        return next(f.evidence for f in findings["Launch plan (runbook 1)"] if f.name.startswith("first 500"))
+
+    assert why(planned_steps=60) == "the run has 60 steps in all, fewer than 500"
+    assert why(planned_steps=600) == "the run is at step 5, before step 500"
 
 
 @pytest.mark.parametrize(
