@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, make_checkout
 
 SHELL = sorted((ROOT / "scripts").glob("*.sh"))
 PYTHON = sorted((ROOT / "scripts").rglob("*.py"))
@@ -121,3 +121,29 @@ def test_bootstrap_refuses_words_it_does_not_know(bare_machine: Path) -> None:
     done = bootstrap(bare_machine, "--tests")
     assert done.returncode == 1
     assert "unknown argument --tests" in done.stderr
+
+
+def test_tensorboard_refuses_a_directory_that_is_not_there_and_names_those_with_curves(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    board = checkout.path / "artifacts" / "train_showcase" / "tb"
+    board.mkdir(parents=True)
+    (board / "events.out.tfevents.1").touch()
+    refused = checkout.run("bash scripts/run_tensorboard.sh artifacts/showcase/tb")
+    assert refused.code == 2
+    assert (
+        refused
+        == "error: artifacts/showcase/tb is not a directory; there are curves in: artifacts/train_showcase/tb \n"
+    )
+    assert checkout.run("bash scripts/run_tensorboard.sh artifacts/train_showcase/tb six").code == 2
+
+
+def test_tensorboard_may_be_started_before_the_run_begins(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    board = checkout.path / ".venv" / "bin"
+    board.unlink()
+    write_script(board / "tensorboard", 'echo "started with $*"\n')
+    write_script(board / "tamis", "")
+    told = checkout.run("bash scripts/run_tensorboard.sh")
+    assert told.code == 0
+    assert "no event files in artifacts/m7c_125m/tb yet" in told
+    assert "started with --logdir artifacts/m7c_125m/tb --host 127.0.0.1 --port 6006" in told
