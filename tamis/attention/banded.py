@@ -6,6 +6,9 @@ follow: the compressed branch is (L=l, STRIDE=d, no window), the window branch (
 Rows of a tile are (token, head of the group) pairs, token by token: one tile of keys serves every head of the group and
 no group size is padded. Keys are walked in tiles that every row sees whole (no mask), then the few at the edges.
 
+The first query stands at position `start`, for a tile of a sequence whose keys are cached. A kernel that gets None for
+it is compiled without it: training pays nothing.
+
 Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N keys; `BM` rows and `BN` keys in a tile.
 """
 
@@ -106,11 +109,11 @@ def _softmax_step(
     return m_new, total * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G"])
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "start"])
 def _forward_kernel(
     q, k, v, out, lse,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    B, S, N, G, scale,
+    B, S, N, G, start, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -124,19 +127,22 @@ def _forward_kernel(
     v += b * stride_vb + g * stride_vg
 
     t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
+    position = token
+    if start is not None:
+        t_first, t_last, position = t_first + start, t_last + start, position + start
     begin, tiles, whole_first, whole_end = _key_tiles(t_first, t_last, L, STRIDE, W, BN)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     for j in range(whole_first, whole_end):
         m, total, acc = _softmax_step(
-            q_tile, k, v, begin + j * BN, N, token, m, total, acc, scale, stride_kn, stride_vn,
+            q_tile, k, v, begin + j * BN, N, position, m, total, acc, scale, stride_kn, stride_vn,
             L, STRIDE, W, D, DP, BN, PRECISION, False,
         )  # fmt: skip
     for e in range(tiles - (whole_end - whole_first)):
         j = tl.where(e < whole_first, e, e + whole_end - whole_first)
         m, total, acc = _softmax_step(
-            q_tile, k, v, begin + j * BN, N, token, m, total, acc, scale, stride_kn, stride_vn,
+            q_tile, k, v, begin + j * BN, N, position, m, total, acc, scale, stride_kn, stride_vn,
             L, STRIDE, W, D, DP, BN, PRECISION, True,
         )  # fmt: skip
 
@@ -316,8 +322,13 @@ def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.const
     tl.store(dv + index, dv_sum.to(dv.dtype.element_ty), mask=mask)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, window: int) -> tuple[Tensor, Tensor]:
-    """Ungated output `[B,S,H,D]` and natural log-sum-exp `[B,H,S]`; 0 and −inf for a row that sees no key."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, window: int, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and natural log-sum-exp `[B,H,S]`; 0 and −inf for a row that sees no key.
+
+    The first query stands at position `start`, counted from the first key.
+    """
     q, k, v = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v)
     B, S, H, D = q.shape
     N, G = k.shape[1], k.shape[2]
@@ -325,7 +336,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, window: i
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(S * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], B, S, N, G, D**-0.5 * LOG2E,
+        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        B, S, N, G, start or None, D**-0.5 * LOG2E,
         L=length, STRIDE=stride, W=window, R=H // G, D=D, DP=padded(D), PRECISION=precision(q.dtype),
         BM=tile.rows, BN=tile.keys, **tile.options,
     )  # fmt: skip

@@ -8,9 +8,9 @@ from tamis.attention import banded
 from tamis.attention.spec import NSASpec
 
 
-def compressed_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
+def compressed_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, start: int = 0) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
-    return banded.forward(q, k_cmp, v_cmp, spec.l, spec.d, window=0)
+    return banded.forward(q, k_cmp, v_cmp, spec.l, spec.d, window=0, start=start)
 
 
 def compressed_backward(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.backend import nsa_attention, why_no_kernels
+from tamis.attention.backend import why_no_kernels
 from tamis.attention.spec import NSASpec
 
-QUERY_LOGITS = 1 << 24  # (query, head, block) logits a launch over a tile may hold
+Caches = tuple[Tensor, Tensor, Tensor]  # compressed, selected, window
 
 
 def tile_attention(
@@ -29,31 +29,27 @@ def tile_attention(
 ) -> tuple[Tensor, Tensor]:
     """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
     caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
-    if not _use_kernels(q_BSHD, kernels):
-        out, ids_BSGn = reference_tile(q_BSHD, *caches, gates_BSH3, spec, start, first_key)
-        return out, ids_BSGn[:, -1]
-    if start == 0:  # nothing is cached yet: the kernels of training are the fastest there are
-        pairs = [tensor for cached in caches for tensor in cached.unbind(2)]
-        last = start + q_BSHD.shape[1] - 1
-        ids_BSGn = reference.select_blocks(q_BSHD[:, -1:], pairs[0], spec, last)
-        return nsa_attention(q_BSHD, *pairs, gates_BSH3, spec), ids_BSGn[:, -1]  # type: ignore[call-arg,arg-type,misc]
-    return _tile_by_queries(q_BSHD, *caches, gates_BSH3, spec, start, first_key)
+    attend = kernel_tile if _use_kernels(q_BSHD, kernels) else reference_tile
+    out, ids_BSGn = attend(q_BSHD, caches, gates_BSH3, spec, start, first_key)
+    return out, ids_BSGn[:, -1]
+
+
+def kernel_tile(
+    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: int, first_key: int
+) -> tuple[Tensor, Tensor]:
+    """The mixed output and every query's chosen blocks `[B,S,G,n]`, by the kernels of training; nothing is copied."""
+    from tamis.attention import op  # here, because a machine without a GPU may lack Triton
+
+    keys_and_values = [tensor for cached in caches for tensor in cached.unbind(2)]
+    out, *_, ids_BSGn = op.attend(q_BSHD, keys_and_values, gates_BSH3, spec, start, first_key)
+    return out, ids_BSGn
 
 
 def reference_tile(
-    q_BSHD: Tensor,
-    compressed_BN2GD: Tensor,
-    selected_BT2GD: Tensor,
-    window_BT2GD: Tensor,
-    gates_BSH3: Tensor,
-    spec: NSASpec,
-    start: int,
-    first_key: int,
+    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: int, first_key: int
 ) -> tuple[Tensor, Tensor]:
-    """The mixed output and every query's chosen blocks `[B,S,G,n]`, by the specification."""
-    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (
-        cached.unbind(2) for cached in (compressed_BN2GD, selected_BT2GD, window_BT2GD)
-    )
+    """The same by the specification."""
+    (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (cached.unbind(2) for cached in caches)
     ids_BSGn = reference.select_blocks(q_BSHD, k_cmp, spec, start)
     branches = (
         reference.compressed_attention(q_BSHD, k_cmp, v_cmp, spec, start),
@@ -61,33 +57,6 @@ def reference_tile(
         reference.window_attention(q_BSHD, k_win, v_win, spec, start, first_key),
     )
     return reference.mix_branches(branches, gates_BSH3).to(q_BSHD.dtype), ids_BSGn
-
-
-def _tile_by_queries(
-    q_BSHD: Tensor,
-    compressed_BN2GD: Tensor,
-    selected_BT2GD: Tensor,
-    window_BT2GD: Tensor,
-    gates_BSH3: Tensor,
-    spec: NSASpec,
-    start: int,
-    first_key: int,
-) -> tuple[Tensor, Tensor]:
-    """A tile through the decode kernels: each query is one more token over the same caches."""
-    from tamis.attention.decode_kernels import decode
-
-    batch, tokens, heads, _ = q_BSHD.shape
-    at_once = max(1, QUERY_LOGITS // (batch * heads * max(1, compressed_BN2GD.shape[1])))
-    outs, last = [], torch.empty(0)
-    for first in range(0, tokens, at_once):
-        rows = slice(first, min(first + at_once, tokens))
-        positions = torch.arange(start + rows.start, start + rows.stop, device=q_BSHD.device).repeat(batch)
-        q, gates = q_BSHD[:, rows].flatten(0, 1), gates_BSH3[:, rows].flatten(0, 1)
-        caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
-        out, ids, _ = decode(q, *caches, gates, positions, spec, first_key)
-        outs.append(out.unflatten(0, (batch, -1)))
-        last = ids.unflatten(0, (batch, -1))[:, -1]
-    return torch.cat(outs, dim=1), last
 
 
 def decode_attention(
@@ -113,16 +82,13 @@ def decode_attention(
     for b, position in enumerate(positions_B.tolist()):
         kept = min(spec.w, position + 1)
         slots = torch.arange(position + 1 - kept, position + 1, device=q_BHD.device) % window_BW2GD.shape[1]
-        out, ids = reference_tile(
-            q_BHD[b : b + 1, None],
+        caches = (
             compressed_BN2GD[b : b + 1, : spec.visible_compressed(position)],
             selected_BT2GD[b : b + 1, : position + 1],
             window_BW2GD[b : b + 1, slots],
-            gates_BH3[b : b + 1, None],
-            spec,
-            start=position,
-            first_key=position + 1 - kept,
         )
+        query, gates = q_BHD[b : b + 1, None], gates_BH3[b : b + 1, None]
+        out, ids = reference_tile(query, caches, gates, spec, start=position, first_key=position + 1 - kept)
         outs.append(out[:, 0])
         chosen.append(ids[:, 0])
     ids_BGn = torch.cat(chosen)

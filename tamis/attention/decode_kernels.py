@@ -4,8 +4,8 @@
 log-sum-exp, and the compressed logits. `_finish_kernel` scores and chooses the blocks, walks its share of the chosen
 tokens, and the last program of a group to arrive mixes all splits of all branches under the gates, in a fixed order.
 
-Shapes: Q queries, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, then window, then
-selected), 2: key, then value. Logits and log-sum-exps are in base 2.
+Shapes: B sequences, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, then window,
+then selected), 2: key, then value. Logits and log-sum-exps are in base 2.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -84,18 +84,17 @@ def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.con
     return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["G", "queries_per_row", "first_key", "x_cmp", "x_win", "x"])
+@triton.jit(do_not_specialize=["G", "x_cmp", "x_win", "x"])
 def _scan_kernel(
     q, positions, compressed, window, part, part_lse, part_reads, logits, arrived,
     stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, stride_wb, stride_wt, stride_w2, stride_wg,
-    columns, G, queries_per_row, first_key, slots, x_cmp, x_win, x, scale,
+    columns, G, slots, x_cmp, x_win, x, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = qg // G, qg % G
-    row = query // queries_per_row
     seen_tokens = tl.load(positions + query).to(tl.int32) + 1
     q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
     column = tl.arange(0, DP)
@@ -109,7 +108,7 @@ def _scan_kernel(
         share = tl.cdiv(tl.cdiv(blocks, x_cmp), BN) * BN
         begin = split * share
         end = tl.minimum(begin + share, blocks)
-        compressed += row * stride_cb + group * stride_cg
+        compressed += query * stride_cb + group * stride_cg
         PIECES_SEL: tl.constexpr = L_SEL // STRIDE
         logits += qg * R * PIECES_SEL * columns
         for first in range(begin, end, BN):
@@ -125,13 +124,12 @@ def _scan_kernel(
         share = tl.cdiv(tl.cdiv(seen_tokens - oldest, x_win), BN) * BN
         begin = oldest + (split - x_cmp) * share
         end = tl.minimum(begin + share, seen_tokens)
-        window += row * stride_wb + group * stride_wg
+        window += query * stride_wb + group * stride_wg
         for first in range(begin, end, BN):
             t = first + n
             m, total, acc, _ = _softmax_step(
-                q_tile, window, (t - first_key) % slots, t < end, column, stride_wt, stride_w2, m, total, acc, scale,
-                D, PRECISION,
-            )  # fmt: skip
+                q_tile, window, t % slots, t < end, column, stride_wt, stride_w2, m, total, acc, scale, D, PRECISION
+            )
     _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, tl.maximum(end - begin, 0), R, RP, D, DP)
     if split == 0:
         tl.store(arrived + qg, 0)
@@ -205,11 +203,11 @@ def _mixed_rows(part, part_lse, gates, r, x_cmp, x_win, x_sel, R: tl.constexpr, 
     return mixed
 
 
-@triton.jit(do_not_specialize=["G", "queries_per_row", "x_cmp", "x_win", "x_sel"])
+@triton.jit(do_not_specialize=["G", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
     stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg,
-    columns, G, queries_per_row, x_cmp, x_win, x_sel, scale,
+    columns, G, x_cmp, x_win, x_sel, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr,
     BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr,
@@ -220,7 +218,6 @@ def _finish_kernel(
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = qg // G, qg % G
-    row = query // queries_per_row
     position = tl.load(positions + query).to(tl.int32)
     newest = position // L_SEL
     slot = tl.arange(0, NP)
@@ -240,7 +237,7 @@ def _finish_kernel(
         tl.store(ids + qg * N_SEL + slot, tl.where(chosen == UNUSED, -1, chosen), mask=slot < N_SEL)
 
     q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
-    selected += row * stride_sb + group * stride_sg
+    selected += query * stride_sb + group * stride_sg
     column = tl.arange(0, DP)
     m = tl.full([RP], float("-inf"), tl.float32)
     total = tl.zeros([RP], tl.float32)
@@ -275,51 +272,50 @@ def _finish_kernel(
 
 
 def decode(
-    q_QHD: Tensor,
+    q_BHD: Tensor,
     compressed_BN2GD: Tensor,
     selected_BT2GD: Tensor,
     window_BW2GD: Tensor,
-    gates_QH3: Tensor,
-    positions_Q: Tensor,
+    gates_BH3: Tensor,
+    positions_B: Tensor,
     spec: NSASpec,
-    first_key: int = 0,
     splits: Splits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed output `[Q,H,D]`, chosen blocks `[Q,G,n]` and keys read `[Q,G]`, of Q/B queries for each cached sequence.
+    """Mixed output `[B,H,D]`, chosen blocks `[B,G,n]` and keys read `[B,G]` of one query for each cached sequence.
 
-    Token `t` of the window lies in slot `(t − first_key) % W`. Queries of one sequence follow each other.
+    Token `t` of the window lies in slot `t % W`.
     """
-    q_QHD, gates_QH3 = q_QHD.contiguous(), gates_QH3.contiguous()
-    Q, H, D = q_QHD.shape
-    B, N, _, G, _ = compressed_BN2GD.shape
+    q_BHD, gates_BH3 = q_BHD.contiguous(), gates_BH3.contiguous()
+    B, H, D = q_BHD.shape
+    N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
     R, DP = H // G, padded(D)
-    splits = splits or splits_for(Q * G, N, spec)
+    splits = splits or splits_for(B * G, N, spec)
     X = splits.total
     columns = 16 * triton.cdiv(triton.cdiv(N, spec.pieces_per_selected), 16)
     part, part_lse, logits = (
-        torch.empty(*shape, dtype=torch.float32, device=q_QHD.device)
-        for shape in ((Q, G, X, R, D), (Q, G, X, R), (Q, G, R, spec.pieces_per_selected, columns))
+        torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
+        for shape in ((B, G, X, R, D), (B, G, X, R), (B, G, R, spec.pieces_per_selected, columns))
     )
     part_reads, arrived, reads, ids = (
-        torch.empty(*shape, dtype=torch.int32, device=q_QHD.device)
-        for shape in ((Q, G, X), (Q, G), (Q, G), (Q, G, spec.n_sel))
+        torch.empty(*shape, dtype=torch.int32, device=q_BHD.device)
+        for shape in ((B, G, X), (B, G), (B, G), (B, G, spec.n_sel))
     )
-    out = torch.empty_like(q_QHD)
+    out = torch.empty_like(q_BHD)
     shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)),
-             "D": D, "DP": DP, "PRECISION": precision(q_QHD.dtype)}  # fmt: skip
-    scan, finish = _tiles(DP, q_QHD.dtype)
+             "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype)}  # fmt: skip
+    scan, finish = _tiles(DP, q_BHD.dtype)
     scale = D**-0.5 * LOG2E
-    _scan_kernel[(Q * G, splits.compressed + splits.window)](
-        q_QHD, positions_Q, compressed_BN2GD, window_BW2GD, part, part_lse, part_reads, logits, arrived,
-        *q_QHD.stride()[:2], *compressed_BN2GD.stride()[:4], *window_BW2GD.stride()[:4],
-        columns, G, Q // B, first_key, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
+    _scan_kernel[(B * G, splits.compressed + splits.window)](
+        q_BHD, positions_B, compressed_BN2GD, window_BW2GD, part, part_lse, part_reads, logits, arrived,
+        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], *window_BW2GD.stride()[:4],
+        columns, G, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
         W=spec.w, BN=scan.keys, **shape,
         num_warps=scan.warps, num_stages=scan.stages,
     )  # fmt: skip
     RH, NP = triton.next_power_of_2(R), triton.next_power_of_2(spec.n_sel)
-    _finish_kernel[(Q * G, splits.selected)](
-        q_QHD, positions_Q, selected_BT2GD, gates_QH3, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-        *q_QHD.stride()[:2], *selected_BT2GD.stride()[:4], columns, G, Q // B, splits.compressed, splits.window,
+    _finish_kernel[(B * G, splits.selected)](
+        q_BHD, positions_B, selected_BT2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out, ids, reads,
+        *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], columns, G, splits.compressed, splits.window,
         splits.selected, scale,
         N_SEL=spec.n_sel, RH=RH, BN=finish.keys, NP=NP,
         BJ=_blocks_at_once(selected_BT2GD.shape[1], RH, NP, spec),

@@ -7,6 +7,7 @@ The spec travels as its five whole numbers, since an operation's arguments are t
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,22 @@ def nsa_forward(
     spec: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mixed output, three ungated outputs, their log-sum-exps, block ids)."""
-    geometry = NSASpec(*spec)
+    return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, NSASpec(*spec))
+
+
+def attend(
+    q: Tensor, keys_and_values: Sequence[Tensor], gates: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `nsa_forward` gives, of queries from position `start` on; the window's keys begin at `first_key`."""
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
     with marked("compressed"):
-        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, geometry)
+        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start)
     with marked("selection"):
-        ids = select_from_lse(q, k_cmp, lse_cmp, geometry)
+        ids = select_from_lse(q, k_cmp, lse_cmp, spec, start)
     with marked("selected"):
-        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, geometry)
+        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start)
     with marked("window"):
-        out_win, lse_win = window_forward(q, k_win, v_win, geometry)
+        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous())
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 

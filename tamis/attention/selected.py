@@ -5,7 +5,7 @@ union is short. `selected_pairs`: each block meets the queries that chose it; be
 The forward pass counts each tile's union on the device and takes the better form tile by tile; the backward pass always
 takes the pairs (`selected_gradients`), whose work is exact: one sweep gives all three gradients.
 
-Shapes: B batch, S tokens, H query heads, G key/value groups, D head dim, n = n_sel.
+Shapes: B batch, S queries, T = start + S keys, H query heads, G key/value groups, D head dim, n = n_sel.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ DENSE_UP_TO = 4  # times n_sel blocks: in sequences this short the union beats t
 
 
 def selected_forward(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, start: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
 
-    Rows that see nothing give 0 and −inf.
+    Rows that see nothing give 0 and −inf. Queries stand at `start … start+S−1` over the keys of all tokens so far.
     """
-    q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BSGD, v_BSGD, ids_BSGn))
-    if spec.selection_blocks(q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
-        out, lse, _ = selected_union.forward(q, k, v, ids, spec, every_tile=True)
+    q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
+    if spec.selection_blocks(start + q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
+        out, lse, _ = selected_union.forward(q, k, v, ids, spec, every_tile=True, start=start)
         return out, lse
-    tiles_with_short_unions = selected_union.forward(q, k, v, ids, spec, every_tile=False)
-    return selected_pairs.forward(q, k, v, ids, spec, rest_of=tiles_with_short_unions)
+    tiles_with_short_unions = selected_union.forward(q, k, v, ids, spec, every_tile=False, start=start)
+    return selected_pairs.forward(q, k, v, ids, spec, rest_of=tiles_with_short_unions, start=start)
 
 
 def selected_backward(

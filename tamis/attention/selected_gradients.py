@@ -24,8 +24,9 @@ from tamis.attention.selected_items import (
     sizes_of,
 )
 from tamis.attention.selected_lists import Layout, chunks_of_pairs
-from tamis.attention.selected_rows import LOG2E, launch_settings, load_rows, store_rows
+from tamis.attention.selected_rows import launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import LOG2E
 
 CHUNKS = 5  # of a large call; memory is short here, with the outputs of all branches and all gradients about
 

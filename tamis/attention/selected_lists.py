@@ -37,20 +37,20 @@ class Layout:
     batch: int
     tokens: int  # per sequence
     groups: int
-    blocks: int  # selection blocks per sequence
+    blocks: int  # selection blocks per sequence, those of cached tokens before the first query included
     slots: int  # n_sel
     segment: int  # tokens per segment, a multiple of WORD unless it is the whole sequence
     segments_per_chunk: int
 
     @classmethod
-    def of(cls, ids_BSGn: Tensor, spec: NSASpec, chunks: int, chunk: int | None = None) -> Layout:
+    def of(cls, ids_BSGn: Tensor, spec: NSASpec, chunks: int, chunk: int | None = None, start: int = 0) -> Layout:
         """At most about `chunks` chunks, or chunks of about `chunk` tokens."""
         batch, tokens, groups, slots = ids_BSGn.shape
         chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
         parts = -(-tokens // chunk)
         segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
         segments_per_chunk = min(max(1, chunk // segment), batch * parts)
-        return cls(batch, tokens, groups, spec.selection_blocks(tokens), slots, segment, segments_per_chunk)
+        return cls(batch, tokens, groups, spec.selection_blocks(start + tokens), slots, segment, segments_per_chunk)
 
     @property
     def segments_per_sequence(self) -> int:

@@ -4,7 +4,8 @@ Work is exactly the chosen pairs, whatever the choices. The price is one partial
 joined in slot order by a second kernel.
 
 Rows of a tile are tokens × heads of the group: six heads × 21 tokens fill 126 of 128 rows.
-Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
+Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
+n slots (n_sel). A kernel that gets None for `start` is compiled without it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,25 +27,27 @@ from tamis.attention.selected_items import (
     sizes_of,
 )
 from tamis.attention.selected_lists import Layout, chunks_of_pairs
-from tamis.attention.selected_rows import LOG2E, launch_settings, load_rows, store_rows
+from tamis.attention.selected_rows import launch_settings, load_rows, store_rows
 from tamis.attention.selected_union import Unions
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import LOG2E
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
 
 
 def forward(
     q_BSHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
     ids_BSGn: Tensor,
     spec: NSASpec,
     rest_of: tuple[Tensor, Tensor, Unions] | None = None,
     chunk: int | None = None,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over."""
     batch, tokens, heads, dim = q_BSHD.shape
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk)
+    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, start)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = launch_settings("forward", q_BSHD, sizes["R"])
@@ -61,8 +64,8 @@ def forward(
     scale = dim**-0.5 * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout, unions):
         _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BSGD, v_BSGD, part_out, part_lse, *item_arguments(lists, layout), scale,
-            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
+            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), start or None, scale,
+            *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
         _merge_outputs[merge_grid](
@@ -73,10 +76,10 @@ def forward(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["first_segment", "start"])
 def _forward_items(
     q, k, v, part_out, part_lse,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, start, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -88,17 +91,20 @@ def _forward_items(
     count = tl.load(item_count + item)
     if count == 0:
         return
-    start = tl.load(item_start + item)
+    first_pair = tl.load(item_start + item)
     sequence, first_token, group, block, segment_group = place_of_list(
         tl.load(item_list + item), first_segment, per_sequence, segment, blocks, G
     )
+    keys, first_position = tokens, first_token
+    if start is not None:
+        keys, first_position = keys + start, first_position + start
     in_block = sub * BN + tl.arange(0, BN)
     key = block * L_SEL + in_block
-    key_live = (in_block < L_SEL) & (key < tokens)
+    key_live = (in_block < L_SEL) & (key < keys)
     key64 = key.to(tl.int64)
     k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
-    last_key = tl.where(key_live, key, tokens)  # keys that do not exist lie behind every token
+    last_key = tl.where(key_live, key, keys)  # keys that do not exist lie behind every token
 
     head = tl.arange(0, ROWS) % R
     q += sequence * q_b + first_token.to(tl.int64) * q_s + group * R * q_h
@@ -106,19 +112,19 @@ def _forward_items(
     part_out += first_row * D
     part_lse += first_row
     masked_tiles = masked_tiles_of(
-        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+        pairs, first_pair, count, (block + 1) * L_SEL - first_position, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     always = tl.full((ROWS,), True, tl.int1)
-    next_pair = pairs_of_tile(pairs, 0, start, count, 0, R, ROWS)
+    next_pair = pairs_of_tile(pairs, 0, first_pair, count, 0, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
         pair = next_pair
-        next_pair = pairs_of_tile(pairs, tile + 1, start, count, 0, R, ROWS)
+        next_pair = pairs_of_tile(pairs, tile + 1, first_pair, count, 0, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
-        token = first_token + pair // N
+        position = first_position + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if tile < masked_tiles:
-            s = tl.where(last_key[None, :] <= token[:, None], s, -float("inf"))
+            s = tl.where(last_key[None, :] <= position[:, None], s, -float("inf"))
         top = tl.max(s, 1) * scale
         top = tl.where(top == -float("inf"), 0.0, top)
         p = tl.exp2(s * scale - top[:, None])

@@ -13,7 +13,6 @@ from torch import Tensor
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import capability
 
-LOG2E = 1.4426950408889634
 MOST_KEYS = 64  # keys held at once; longer blocks are walked in several parts
 
 

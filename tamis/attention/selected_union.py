@@ -5,7 +5,8 @@ choices is short (short sequences, or neighbours that choose alike) this runs at
 is written. Tiles whose union is long are left to the other form: each is counted on the device, the host never asks.
 
 Rows of a tile are tokens × heads of the group.
-Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
+Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
+n slots (n_sel). A kernel that gets None for `start` is compiled without it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_rows import LOG2E, key_tiles, launch_settings, load_rows, store_rows
+from tamis.attention.selected_rows import key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
-from tamis.attention.tiles import padded, precision
+from tamis.attention.tiles import LOG2E, padded, precision
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
@@ -39,7 +40,13 @@ class Unions:
 
 
 def forward(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, every_tile: bool = True
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    every_tile: bool = True,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor, Unions]:
     """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
     batch, tokens, heads, dim = q_BSHD.shape
@@ -47,22 +54,22 @@ def forward(
     heads_per_group = heads // groups
     settings = launch_settings("union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
-    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile)
+    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     keys, parts = key_tiles(spec)
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
-        q_BSHD, k_BSGD, v_BSGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, *unions.blocks.shape[2:],
-        dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
+        q_BSHD, k_BTGD, v_BTGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start or None,
+        *unions.blocks.shape[2:], dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
         PRECISION=precision(q_BSHD.dtype), **settings,
     )  # fmt: skip
     return out, lse, unions
 
 
-def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool) -> Unions:
+def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, start: int = 0) -> Unions:
     batch, tokens, groups, slots = ids_BSGn.shape
-    blocks, tiles = spec.selection_blocks(tokens), triton.cdiv(tokens, tile)
+    blocks, tiles = spec.selection_blocks(start + tokens), triton.cdiv(tokens, tile)
     most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
@@ -73,16 +80,16 @@ def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool) 
     )
     padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
-        ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, tiles, most, *ids_BSGn.stride()[:3],
-        G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, start or None, tiles, most,
+        *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
         WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
     )  # fmt: skip
     return unions
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _unite_choices(
-    ids, union_blocks, union_tokens, counts, tokens, tiles, most, i_b, i_s, i_g,
+    ids, union_blocks, union_tokens, counts, tokens, start, tiles, most, i_b, i_s, i_g,
     G: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
     WORTHWHILE: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +107,9 @@ def _unite_choices(
     row = sequence_group * tiles + tile
     union_blocks += row * (most + 2)
     union_tokens += row * (most + 2)
+    first_position = tile * TILE
+    if start is not None:
+        first_position += start
     used = 0
     whole = 0
     newest = tl.min(tl.where(block >= 0, block, NONE), 0)
@@ -107,7 +117,7 @@ def _unite_choices(
         tl.store(union_blocks + used, newest)
         tl.store(union_tokens + used, tl.sum(tl.where(block == newest, token_bit, 0), 0))
         used += 1
-        whole += ((newest + 1) * L_SEL <= tile * TILE + 1).to(tl.int32)
+        whole += ((newest + 1) * L_SEL <= first_position + 1).to(tl.int32)
         newest = tl.min(tl.where(block > newest, block, NONE), 0)
     if WORTHWHILE is not None:
         chosen = tl.sum((block >= 0).to(tl.int32), 0)
@@ -117,9 +127,9 @@ def _unite_choices(
     tl.store(counts + row * 2 + 1, whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _forward_tiles(
-    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, tiles, capacity, scale,
+    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, start, tiles, capacity, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -144,6 +154,9 @@ def _forward_tiles(
     q_tile = load_rows(q, sequence * q_b + token64 * q_s + head * q_h, live, D, BD)
     k += sequence * k_b + group * k_g
     v += sequence * v_b + group * v_g
+    keys, position = tokens, token
+    if start is not None:
+        keys, position = keys + start, position + start
 
     column = tl.arange(0, BN)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -158,14 +171,14 @@ def _forward_tiles(
         next_tokens = tl.load(union_tokens + (step + 1) // SUB)
         in_block = (step % SUB) * BN + column
         key = block * L_SEL + in_block
-        key_live = key < tokens
+        key_live = key < keys
         if L_SEL % BN != 0:
             key_live = key_live & (in_block < L_SEL)
         k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
         v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if (step >= whole * SUB) | (L_SEL % BN != 0):
-            s = tl.where(key_live[None, :] & (key[None, :] <= token[:, None]), s, -float("inf"))
+            s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))
         block_top = tl.max(s, 1) * scale
         chosen = chosen & (block_top > -float("inf"))
         new_top = tl.where(chosen, tl.maximum(top, block_top), top)

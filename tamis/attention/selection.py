@@ -6,7 +6,8 @@ per-head `S × N` is never stored. `_top_kernel` takes the best runs, which must
 Scores are float32 throughout and are compared whole, ties to the lower index: the ids are the reference's except where
 two scores differ by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
 
-Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N compressed blocks; `RUN` blocks to a run.
+Shapes: B batch, S queries, the first at position `start`, H heads, G groups, R = H/G, D head dim, N compressed blocks;
+`RUN` blocks to a run. A kernel that gets None for `start` is compiled without it.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -41,10 +42,10 @@ def _fold(p, overlap, EXACT: tl.constexpr):
     return tl.dot(high, weight, tl.dot(middle, weight, tl.dot(low, weight)))
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G", "runs", "t_begin", "t_end"])
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
 def _score_kernel(
     q, k, lse, scores, best_of_run, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
-    B, S, N, G, runs, t_begin, t_end, scale,
+    B, S, N, G, start, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, HELD: tl.constexpr,
@@ -58,7 +59,10 @@ def _score_kernel(
     token = t_begin + tile * BM + tl.arange(0, BM)
     alive = token < t_end
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
-    newest = (tl.minimum(t_begin + tile * BM + BM, t_end) - 1) // L_SEL
+    last, position = tl.minimum(t_begin + tile * BM + BM, t_end) - 1, token
+    if start is not None:
+        last, position = last + start, position + start
+    newest = last // L_SEL
     # The two newest blocks are chosen anyway, later ones do not exist yet; early tokens take every block there is.
     wanted = tl.where(newest < N_SEL, 0, tl.cdiv(newest - 1, RUN))
     column = tl.arange(0, DP)
@@ -66,7 +70,7 @@ def _score_kernel(
     lse += (b * G + g) * R * S
     at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
     mask_q = alive[:, None] & (column < D)[None, :]
-    ended = tl.maximum((token + 1 - L + STRIDE) // STRIDE, 0)
+    ended = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
     if HELD:
         q_tiles = ()
         lse_rows = ()
@@ -99,7 +103,7 @@ def _score_kernel(
         high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
         score = _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
         eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
-        score = tl.where(eligible[None, :] & (j[None, :] <= token[:, None] // L_SEL - 2), score, -1.0)
+        score = tl.where(eligible[None, :] & (j[None, :] <= position[:, None] // L_SEL - 2), score, -1.0)
         at = row * runs + run
         tl.store(best_of_run + at, tl.max(score, 1), mask=alive)
         tl.store(scores + at[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :], score, mask=alive[:, None])
@@ -119,9 +123,9 @@ def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr)
     return tl.sort(found)
 
 
-@triton.jit(do_not_specialize=["B", "S", "G", "runs", "t_begin", "t_end"])
+@triton.jit(do_not_specialize=["B", "S", "G", "start", "runs", "t_begin", "t_end"])
 def _top_kernel(
-    scores, best_of_run, ids, B, S, G, runs, t_begin, t_end,
+    scores, best_of_run, ids, B, S, G, start, runs, t_begin, t_end,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
     RUNS_P2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -133,11 +137,17 @@ def _top_kernel(
     first = t_begin + tl.program_id(0) // (B * G) * BM
     token = first + tl.arange(0, BM)
     alive = token < t_end
-    newest = token // L_SEL
+    position = token
+    if start is not None:
+        position += start
+    newest = position // L_SEL
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
     slot = tl.arange(0, SLOTS)[None, :]
     by_score = tl.full([BM, SLOTS], UNUSED, tl.int32)
-    if FREE > 0 and (tl.minimum(first + BM, t_end) - 1) // L_SEL >= N_SEL:
+    last = tl.minimum(first + BM, t_end) - 1
+    if start is not None:
+        last += start
+    if FREE > 0 and last // L_SEL >= N_SEL:
         run = tl.arange(0, RUNS_P2)[None, :]
         there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
         if RUNS_P2 > SLOTS:
@@ -163,7 +173,7 @@ def _top_kernel(
     tl.store(at_ids, chosen, mask=alive[:, None] & (slot < N_SEL))
 
 
-def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Tensor:
+def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
     """Ids `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end; `lse` is the compressed branch's `[B,H,S]`."""
     q, k_cmp = unit_last_stride(q), unit_last_stride(k_cmp)
     B, S, H, D = q.shape
@@ -172,21 +182,22 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
     touching = spec.pieces_per_selected + spec.pieces_per_compressed - 1  # compressed blocks per selection block
     keys = max(tile.keys, triton.next_power_of_2(touching))
     if keys > MOST_KEYS:
-        return reference.select_blocks(q, k_cmp, spec)
+        return reference.select_blocks(q, k_cmp, spec, start)
     run = (keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
     run_p2 = max(16, triton.next_power_of_2(run))
     held = H // G * tile.rows * padded(D) * q.element_size() <= HELD_BYTES
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
-    for t_begin, t_end in _chunks(B, S, G, spec):
-        runs = triton.cdiv(spec.selection_blocks(t_end), run)
+    for t_begin, t_end in _chunks(B, S, G, spec, start):
+        blocks = spec.selection_blocks(start + t_end)
+        runs = triton.cdiv(blocks, run)
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
-        if spec.selection_blocks(t_end) > spec.n_sel > FORCED_BLOCKS:
+        if blocks > spec.n_sel > FORCED_BLOCKS:
             grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else runs)
             _score_kernel[grid](
                 q, k_cmp, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
-                B, S, N, G, runs, t_begin, t_end, D**-0.5 * LOG2E,
+                B, S, N, G, start or None, runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
                 **tile.options,
@@ -194,18 +205,19 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec) -> Ten
         runs_p2 = triton.next_power_of_2(runs)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, best_of_run, ids, B, S, G, runs, t_begin, t_end, L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots,
-            RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows, num_warps=1,
+            scores, best_of_run, ids, B, S, G, start or None, runs, t_begin, t_end,
+            L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
+            num_warps=1,
         )  # fmt: skip
     return ids
 
 
-def _chunks(B: int, S: int, G: int, spec: NSASpec) -> list[tuple[int, int]]:
-    """Token ranges whose scores fit in SCORE_BYTES: `tokens · columns of the last token ≤ budget`."""
+def _chunks(B: int, S: int, G: int, spec: NSASpec, start: int = 0) -> list[tuple[int, int]]:
+    """Query ranges whose scores fit in SCORE_BYTES: `tokens · columns of the last token ≤ budget`."""
     bounds, begin, budget = [], 0, SCORE_BYTES // (4 * B * G)
     while begin < S:
         size = S - begin
-        while size > 128 and size * spec.selection_blocks(begin + size) > budget:
+        while size > 128 and size * spec.selection_blocks(start + begin + size) > budget:
             size = max(128, size // 2)
         bounds.append((begin, begin + size))
         begin += size

@@ -8,9 +8,11 @@ from tamis.attention import banded
 from tamis.attention.spec import NSASpec
 
 
-def window_forward(q: Tensor, k_win: Tensor, v_win: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
-    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`."""
-    return banded.forward(q, k_win, v_win, length=1, stride=1, window=spec.w)
+def window_forward(
+    q: Tensor, k_win: Tensor, v_win: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key is that of position `first_key`."""
+    return banded.forward(q, k_win, v_win, length=1, stride=1, window=spec.w, start=start - first_key)
 
 
 def window_backward(

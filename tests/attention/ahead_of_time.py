@@ -87,12 +87,25 @@ def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens
     op.nsa_backward._init_fn(out, q, *kv, gates, *saved, numbers)
 
 
+def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 4096, cached: int = 4321) -> None:
+    """The forward pass of a tile of queries over caches that hold `cached` tokens before it: both selected forms."""
+    from tamis.attention.decode import kernel_tile
+    from tamis.attention.spec import NSASpec
+
+    spec, groups, end = NSASpec(), 2, cached + tokens
+    heads, lengths = groups * heads_per_group, (spec.compressed_blocks(end), end, spec.w - 1 + tokens)
+    q, gates = (torch.empty(1, tokens, heads, n, dtype=dtype) for n in (dim, 3))
+    caches = tuple(torch.empty(1, n, 2, groups, dim, dtype=dtype) for n in lengths)
+    kernel_tile(q, caches, gates, spec, cached, cached - spec.w + 1)  # type: ignore[arg-type]
+
+
 def main() -> None:
     arch = int(sys.argv[1])
     compiled = record_launches(arch)
     for shape in sys.argv[2:] or ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"]:
         name, heads, dim = shape.split(":")
         launch_everything(getattr(torch, name), int(heads), int(dim))
+        launch_tile(getattr(torch, name), int(heads), int(dim))
     report = {name: resources(kernel) for name, kernel in compiled.items()}
     for name, needs in report.items():
         print(name[:150], needs)

@@ -42,8 +42,8 @@ def test_right_kernels_pass_every_check():
 def test_a_wrong_kernel_is_caught_in_its_branch_and_in_the_whole(monkeypatch):
     right = op.window_forward
 
-    def forgets_a_head(q, k, v, spec):
-        out, lse = right(q, k, v, spec)
+    def forgets_a_head(*arguments):
+        out, lse = right(*arguments)
         out[:, :, -1] = 0
         return out, lse
 

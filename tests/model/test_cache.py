@@ -175,3 +175,16 @@ def test_scaled_positions_hold_in_every_branch_of_the_cached_path() -> None:
     assert not torch.allclose(plain(tokens)[0], scaled(tokens)[0], atol=1e-2)
     got = step_by(scaled, tokens, scaled.new_cache())
     torch.testing.assert_close(got, scaled(tokens)[0], **CLOSE)
+
+
+def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: tiles by the kernels of training started where the cache ends, then steps by those of decoding."""
+    model, tokens = model_of(small_config(n_layers=1)), random_tokens(batch=2, count=61)
+    expected = model(tokens)[0]
+    monkeypatch.setattr("tamis.attention.decode._use_kernels", lambda q, kernels: True)
+    cache = model.new_cache(2)
+    tiles = extend_by(model, tokens[:, :59], cache, [5, 17, 37])
+    steps = step_by(model, tokens[:, 59:], cache)
+    torch.testing.assert_close(torch.cat((tiles, steps), dim=1), expected, **CLOSE)
