@@ -88,7 +88,7 @@ def launch(
     config = resolve_for_this_machine(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if phases and detach:
-        raise typer.Exit(launch_in_background(config.train.out_dir, [a for a in sys.argv[1:] if a != "--detach"]))
+        raise typer.Exit(launch_in_background(config, [a for a in sys.argv[1:] if a != "--detach"]))
     job = prepared(config, split(words)[0], processes, restarts)
     raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job, detach))
 

@@ -17,7 +17,7 @@ from tamis.run.exit_codes import ExitCode
 from tamis.run.handoff import handoff
 from tamis.run.hardware import SHOWCASE_CONFIG, Gpu, LaunchPlan, launch_plan, read_gpus
 from tamis.run.info import describe_run, write_eta, write_info
-from tamis.run.launching import launch_in_background
+from tamis.run.launching import directory_for, launch_in_background
 from tamis.run.report import write_report
 from tamis.run.supervisor import launch
 
@@ -32,7 +32,8 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     plan = launch_plan(gpus, config_path=config_path)
     config = _resolve(plan, overrides)
     if detach:
-        return launch_in_background(config.train.out_dir, ["run", *([config_path] if config_path else []), *overrides])
+        return launch_in_background(config, ["run", *([config_path] if config_path else []), *overrides])
+    directory_for(config)  # a refusal leaves nothing behind
     run_dir = RUNS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
     run_dir.mkdir(parents=True)
     _write_info(config, plan, gpus, run_dir)

@@ -298,6 +298,35 @@ def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
     assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["start", "end"]
 
 
+@pytest.mark.parametrize(
+    "words", [("run",), ("run", "--detach"), ("launch",), ("launch", "--phases", "--detach")], ids=" ".join
+)
+def test_a_start_that_is_refused_leaves_nothing_behind(words: tuple[str, ...], here: Path, capsys) -> None:
+    run = RunDirectory(here / "out").create()
+    with RunLock(run.lock) as lock:
+        lock.acquire("launch")
+        before = sorted(here.rglob("*"))
+        assert typed(*words, "mine.yaml") == 2
+        assert "out belongs to a running launch" in capsys.readouterr().err
+        assert sorted(here.rglob("*")) == before
+    (here / "file").touch()
+    before = sorted(here.rglob("*"))
+    assert typed(*words, "mine.yaml", "train.out_dir=file") == 2
+    assert capsys.readouterr().err.endswith(
+        "file cannot be a run's directory (it is a file): choose another train.out_dir\n"
+    )
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_start_that_fails_for_want_of_data_leaves_the_reason(here: Path) -> None:
+    lost = ["data.dataset=fineweb_edu_local", "data.local_path=nowhere"]
+    assert command_line("run", "mine.yaml", *lost).returncode == 6
+    reason = "the data failed: data.local_path nowhere does not exist"
+    (log,) = here.glob("artifacts/train_runs/*/train.log")
+    assert reason in log.read_text()
+    assert f"FAILED  rank 0 failed at step 0: {reason}" in tamis("monitor", "out", "--once").output
+
+
 def test_the_estimate_for_the_phases_is_measured_or_missing(job: Launch, monkeypatch, capsys) -> None:
     assert (launching.estimated_toks_per_s(job) or 0) > 0
     monkeypatch.setattr(launching.sys, "executable", "false")

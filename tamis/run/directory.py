@@ -21,7 +21,11 @@ class RunDirectory:
         self.path = Path(path)
 
     def create(self) -> RunDirectory:
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+            raise OSError(f"{self.path} cannot be a run's directory ({why}): choose another train.out_dir") from None
         return self
 
     def __fspath__(self) -> str:

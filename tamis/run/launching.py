@@ -22,6 +22,7 @@ from tamis.run.handoff import handoff
 from tamis.run.hardware import Gpu, LaunchPlan, launch_plan, read_gpus
 from tamis.run.info import describe_run, write_info
 from tamis.run.judge import judge
+from tamis.run.lock import RunLock
 from tamis.run.phase_runner import launch_by_phases
 from tamis.run.preflight import check
 from tamis.run.restarts import RestartBudget
@@ -64,7 +65,7 @@ def prepared(config: Config, config_path: str | None, processes: int | None, res
 
 def launch_once(job: Launch, detach: bool = False) -> int:
     """Run the configuration to its end under supervision."""
-    run = RunDirectory(job.config.train.out_dir).create()
+    run = directory_for(job.config)
     info = describe_run(
         job.config,
         config_path=job.config_path,
@@ -80,7 +81,7 @@ def launch_once(job: Launch, detach: bool = False) -> int:
 
 def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
-    out = RunDirectory(job.config.train.out_dir).create()
+    out = directory_for(job.config)
     if not _is_ready(job):
         _say("not launched: the preflight failed; each failed line above says what to do")
         return ExitCode.CRASH
@@ -118,9 +119,16 @@ def _is_ready(job: Launch) -> bool:
     return check(job.config, gpus=job.gpus) == 0
 
 
-def launch_in_background(out_dir: str, arguments: list[str]) -> int:
+def directory_for(config: Config) -> RunDirectory:
+    """OUT, made if need be; refused while another launch owns it, before a single file in it is touched."""
+    out = RunDirectory(config.train.out_dir).create()
+    RunLock(out.lock).require_free()
+    return out
+
+
+def launch_in_background(config: Config, arguments: list[str]) -> int:
     """Start the same command again without a terminal; its output goes to OUT/launch.log."""
-    out = RunDirectory(out_dir).create()
+    out = directory_for(config)
     log = out.path / "launch.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(

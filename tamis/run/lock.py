@@ -91,6 +91,11 @@ class RunLock:
         self._descriptor = descriptor
         self.sign(purpose)
 
+    def require_free(self) -> None:
+        """Refuse early, before anything is written beside a run that is under way; `acquire` is what really decides."""
+        if self.is_held():
+            raise RunLocked(self.refusal())
+
     def sign(self, purpose: str) -> None:
         """Name this process as the owner; again after a fork, which shares the lock."""
         assert self._descriptor is not None

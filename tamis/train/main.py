@@ -59,6 +59,7 @@ def train_config(config: Config, resume: str | None = None) -> int:
     if (problem := _problem_with(resume)) is not None:
         print(f"error: {problem}", file=sys.stderr, flush=True)
         return ExitCode.USAGE
+    RunDirectory(config.train.out_dir).create()  # what cannot be a directory is told before anything slow
     with join(config) as workers:
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
             return ended
