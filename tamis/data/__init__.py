@@ -1,6 +1,6 @@
 """Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch here."""
 
-from tamis.data.errors import DataError
+from tamis.data.errors import DataError, EndOfData
 from tamis.data.loader import Batch, Loader
 from tamis.data.opening import merge_states, open_loader, validation_batches
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
@@ -8,6 +8,7 @@ from tamis.data.tokenizer import Tokenizer, tokenizer_for
 __all__ = [
     "Batch",
     "DataError",
+    "EndOfData",
     "Loader",
     "Tokenizer",
     "merge_states",

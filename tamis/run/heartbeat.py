@@ -61,6 +61,7 @@ class Heartbeat:
     gate_shares: list[list[float]] | None = None  # per layer: compressed, selected, window
     gate_entropy: list[float] | None = None  # per layer
     exit_code: int | None = None  # with done, halted, failed: the code this rank exits with
+    lasting: bool | None = None  # with failed: true when another try would end the same way
     detail: str | None = None  # a short word for people: which batch of the evaluation, which error
 
     @classmethod

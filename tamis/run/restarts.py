@@ -20,6 +20,7 @@ class Ending:
     furthest_step: int  # the last step any attempt has finished
     alarm: Alarm | None = None  # the watchdog stopped it for this
     term_sent: bool = False  # the supervisor was told to stop, and passed it on
+    lasting: str | None = None  # what a rank said it failed of, when another try would end the same way
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class RestartBudget:
         final = _final_code(ending)
         if final is not None:
             return Verdict(False, f"the run ended: {NAMED.get(final, final)}", final)
+        if ending.lasting is not None:
+            return Verdict(False, f"{ending.lasting}; trying again would not help", ExitCode.DATA_FAILURE)
         if ending.code == ExitCode.DATA_FAILURE and ending.furthest_step <= self.step_at_launch:
             return Verdict(False, "the data failed before the first step: trying again would not help", ending.code)
         return self._spend(ending)

@@ -154,7 +154,8 @@ class Supervisor:
         self.watcher.catch_up()
         self._forget_own_halt()
         code = true_exit_code(workers.process.returncode, self.watcher.exit_codes())
-        return Ending(code, self.watcher.furthest_step, alarm, term_sent=self.kill_at is not None)
+        lasting, term_sent = self.watcher.lasting_failure(), self.kill_at is not None
+        return Ending(code, self.watcher.furthest_step, alarm, term_sent, lasting)
 
     def _watch(self, workers: Workers) -> Alarm | None:
         """Record what is wrong, and stop the run when it must be; the alarm it was stopped for."""

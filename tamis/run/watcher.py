@@ -70,6 +70,11 @@ class Watcher:
             for rank in self.history.ranks.values()
         }
 
+    def lasting_failure(self) -> str | None:
+        """What a rank said it failed of, when it also said that another try would end the same way."""
+        last_words = [rank.last for rank in self.history.ranks.values() if rank.last and rank.last.is_final]
+        return next((beat.detail or beat.phase for beat in last_words if beat.lasting), None)
+
     def _is_dead(self, rank: int) -> bool:
         return rank in self.processes and self.processes[rank].state() == "dead"
 

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import tamis
 from tamis.config import Config, ConfigError
-from tamis.data import DataError
+from tamis.data import DataError, EndOfData
 from tamis.run.checkpoints import DamagedCheckpoint
 from tamis.run.lock import RunLocked
 from tamis.train.distributed import Workers
 from tamis.train.guards import Anomaly
 
-SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, DataError, DamagedCheckpoint, RunLocked, OSError)
+# The first that fits is raised everywhere, so a special case comes before the general one.
+SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, EndOfData, DataError, DamagedCheckpoint, RunLocked, OSError)
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ import torch
 
 from tamis.attention.backend import describe
 from tamis.config import Config, ConfigError, load_config
-from tamis.data import DataError
+from tamis.data import DataError, EndOfData
 from tamis.run.checkpoints import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
 from tamis.run.directory import RunDirectory
 from tamis.run.environment import describe_environment
@@ -69,7 +69,9 @@ def train_config(config: Config, resume: str | None = None) -> int:
         except (ConfigError, DamagedCheckpoint) as error:
             return _failed(session, ExitCode.USAGE, str(error))
         except DataError as error:
-            return _failed(session, ExitCode.DATA_FAILURE, f"the data failed: {error}")
+            return _failed(
+                session, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting=isinstance(error, EndOfData)
+            )
         except Anomaly as anomaly:
             write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
             return _failed(session, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
@@ -111,10 +113,11 @@ def _end_before_restart(run: RunDirectory, workers: Workers) -> int | None:
     Machines count their restarts apart. A halted run ends with 0 now, lest torchrun try yet again.
     """
     last = read_heartbeats(run.heartbeat(0), tail=1) if workers.is_main else []
-    own = [int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), last[-1].exit_code if last else None]
+    stays_ended = bool(last) and (last[-1].exit_code in STAYS_ENDED or last[-1].lasting is True)
+    own = [int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), last[-1].exit_code if stays_ended else None]
     of_rank = workers.gather(own)
     code = of_rank[0][1]
-    if max(restarts for restarts, _ in of_rank) == 0 or code not in STAYS_ENDED:
+    if max(restarts for restarts, _ in of_rank) == 0 or code is None:
         return None
     print(
         f"[tamis] rank {workers.rank}: the run had ended (exit code {code}); a restart does not change that", flush=True
@@ -174,9 +177,9 @@ def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
     return str(run.checkpoint(step)) if step is not None else None
 
 
-def _failed(session: Session, code: ExitCode, message: str) -> int:
+def _failed(session: Session, code: ExitCode, message: str, lasting: bool = False) -> int:
     """Every rank says why it ends; the main one also names the checkpoint to go on from."""
-    session.telemetry.beat("failed", session.step, exit_code=int(code), detail=message)
+    session.telemetry.beat("failed", session.step, exit_code=int(code), lasting=lasting or None, detail=message)
     session.progress.say(f"[tamis] {_last_good(session.run)}")
     who = f" on rank {session.workers.rank}" if session.workers.world_size > 1 else ""
     print(f"error{who}: {message}", file=sys.stderr, flush=True)

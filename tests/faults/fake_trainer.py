@@ -132,6 +132,10 @@ class FakeTrainer:
         if self.fault.strikes("data_failure", number):
             self.heartbeat.beat("failed", number, exit_code=int(ExitCode.DATA_FAILURE))
             sys.exit(ExitCode.DATA_FAILURE)
+        if self.fault.strikes("end_of_data", number):
+            detail = "the data ended: raise data.epochs"
+            self.heartbeat.beat("failed", number, exit_code=int(ExitCode.DATA_FAILURE), lasting=True, detail=detail)
+            sys.exit(ExitCode.DATA_FAILURE)
         if self.fault.strikes("stop", number):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.fault.strikes("loop_with_gil", number):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.events import read_events
 from tamis.run.lock import ProcessId
 from tests.faults.fake_trainer import SAVE_STAGES
 from tests.faults.launched import assert_ends_as_unbroken, tiny_config
@@ -33,6 +34,14 @@ def test_a_worker_that_dies_mid_step_is_restarted_from_the_newest_checkpoint(lau
     assert_ends_as_unbroken(launched)
     assert launched.events() == ["start", "restart", "start", "end"]
     assert "rank 0 begins after step 10" in launched.told()
+
+
+def test_data_at_its_end_is_final_and_the_event_says_why(launching) -> None:
+    launched = launching(fault={"kind": "end_of_data", "step": 13})
+    assert launched.wait() == 6, launched.told()
+    assert launched.events() == ["start", "end"]
+    end = read_events(launched.run)[-1]
+    assert "the data ended: raise data.epochs; trying again would not help" in end["reason"]
 
 
 @pytest.mark.parametrize("stage", SAVE_STAGES)

@@ -25,6 +25,18 @@ def test_data_that_fails_before_the_first_step_is_not_tried_again() -> None:
     assert (verdict.restart, verdict.code) == (False, 6)
 
 
+def test_data_at_its_end_is_not_tried_again_and_the_reason_says_what_to_change() -> None:
+    ended = "the data ended after 96 samples: raise data.epochs"
+    verdict = RestartBudget().judge(Ending(6, furthest_step=10, lasting=ended))
+    assert (verdict.restart, verdict.code) == (False, 6)
+    assert ended in verdict.reason
+
+
+def test_data_at_its_end_is_not_tried_again_when_the_other_ranks_had_to_be_stopped() -> None:
+    verdict = RestartBudget().judge(Ending(-9, furthest_step=10, alarm=STALL, lasting="the data ended"))
+    assert (verdict.restart, verdict.code) == (False, 6)
+
+
 def test_three_restarts_without_progress_are_enough() -> None:
     budget = RestartBudget()
     verdicts = [budget.judge(Ending(-9, furthest_step=7)) for _ in range(4)]

@@ -176,6 +176,18 @@ def test_data_lost_on_one_rank_ends_all_with_6_and_the_resumed_run_is_as_if_unbr
     assert losses(run) == losses(RunDirectory(unbroken.train.out_dir))
 
 
+def test_data_that_ends_is_saved_and_every_rank_says_that_another_try_would_not_help(tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text((json.dumps({"text": "A few words, and no more. " * 20}) + "\n") * 8)
+    finite = [f"data.local_path={few}", "data.dataset=fineweb_edu_local", "data.epochs=1", "data.val_fraction=0"]
+    config = config_of(tmp_path, *finite, "train.steps=1000")
+    running = expect(tmp_path, [6, 6], train_rank, config)
+    assert "the data ended after" in running.log(0)
+    beats = last_beats(config)
+    assert [beat.lasting for beat in beats] == [True, True]
+    assert latest_valid_checkpoint(RunDirectory(config.train.out_dir)) == beats[0].step > 0
+
+
 def losses(run: RunDirectory) -> list[str]:
     """The rows of training.csv without the measured speed."""
     return [line.rsplit(",", 1)[0] for line in run.training_csv.read_text().splitlines()]
