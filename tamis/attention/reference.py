@@ -17,6 +17,7 @@ from torch import Tensor
 from tamis.attention.spec import NSASpec
 
 SCORES_AT_ONCE = 1 << 27  # attention scores held at a time; longer sequences are walked in tiles of queries
+QUERIES_AT_ONCE = {"cpu": 64}  # so that a tile's scores stay in a CPU's cache; a GPU takes all it may hold
 
 
 def nsa_attention(
@@ -51,7 +52,14 @@ def compressed_attention(q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: N
     """Attention over the compressed blocks that end at or before the query; exactly 0 where there is none."""
     position = _positions(q_BSHD, start)
     block_end = torch.arange(k_BNGD.shape[1], device=q_BSHD.device) * spec.d + spec.l - 1
-    return _attend(q_BSHD, k_BNGD, v_BNGD, lambda rows: (block_end <= position[rows, None])[None, None])
+
+    def reach(rows: slice) -> slice:
+        return slice(0, spec.compressed_blocks(start + rows.stop))
+
+    def visible(rows: slice, keys: slice) -> Tensor:
+        return (block_end[keys] <= position[rows, None])[None, None]
+
+    return _attend(q_BSHD, k_BNGD, v_BNGD, reach, visible)
 
 
 def window_attention(
@@ -61,11 +69,15 @@ def window_attention(
     position = _positions(q_BSHD, start)
     key = torch.arange(k_BSGD.shape[1], device=q_BSHD.device) + first_key
 
-    def visible(rows: slice) -> Tensor:
-        distance = position[rows, None] - key
+    def reach(rows: slice) -> slice:
+        oldest, newest = start + rows.start - spec.w + 1, start + rows.stop - 1
+        return slice(max(0, oldest - first_key), newest + 1 - first_key)
+
+    def visible(rows: slice, keys: slice) -> Tensor:
+        distance = position[rows, None] - key[keys]
         return ((distance >= 0) & (distance < spec.w))[None, None]
 
-    return _attend(q_BSHD, k_BSGD, v_BSGD, visible)
+    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible)
 
 
 def selected_attention(
@@ -78,14 +90,17 @@ def selected_attention(
     ids_BGSn = ids_BSGn.transpose(1, 2).long()
     blocks = spec.selection_blocks(tokens)
 
-    def visible(rows: slice) -> Tensor:
+    def reach(rows: slice) -> slice:
+        return slice(0, start + rows.stop)
+
+    def visible(rows: slice, keys: slice) -> Tensor:
         ids = ids_BGSn[:, :, rows]
         chosen = ids.new_zeros((*ids.shape[:3], blocks + 1), dtype=torch.bool)  # the extra column takes the unused -1
         chosen.scatter_(-1, ids.where(ids >= 0, blocks), True)
-        chosen_token = chosen[..., key // spec.l_sel]
-        return chosen_token & (key <= position[rows, None])
+        chosen_token = chosen[..., key[keys] // spec.l_sel]
+        return chosen_token & (key[keys] <= position[rows, None])
 
-    return _attend(q_BSHD, k_BSGD, v_BSGD, visible)
+    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible)
 
 
 @torch.no_grad()
@@ -134,24 +149,38 @@ def overlap_matrix(blocks: int, columns: int, spec: NSASpec, like: Tensor) -> Te
     return matrix.scatter_add_(1, i // spec.pieces_per_selected, torch.ones_like(i, dtype=like.dtype))
 
 
-def _attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible: Callable[[slice], Tensor]) -> Tensor:
-    """Softmax attention; `visible(rows)` gives the mask `[B|1, G|1, rows, T]` for a tile of queries."""
-    tiles = [_attend_tile(q_BSHD[:, rows], k_BTGD, v_BTGD, visible(rows)) for rows in _tiles(q_BSHD, k_BTGD)]
-    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)).to(q_BSHD.dtype)
+def _attend(
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    reach: Callable[[slice], slice],
+    visible: Callable[[slice, slice], Tensor],
+) -> Tensor:
+    """Softmax attention by tiles of queries.
+
+    `reach` gives the range of keys that some query of a tile may see, `visible` the mask `[B|1, G|1, rows, keys]`.
+    """
+    outputs = []
+    for rows in _tiles(q_BSHD, k_BTGD):
+        keys = reach(rows)
+        outputs.append(_attend_tile(q_BSHD[:, rows], k_BTGD[:, keys], v_BTGD[:, keys], visible(rows, keys)))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).to(q_BSHD.dtype)
 
 
 def _attend_tile(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible_BGST: Tensor) -> Tensor:
     p_BGRST = _softmax(_scores(q_BSHD, k_BTGD), visible_BGST.unsqueeze(2))
-    out_BGRSD = p_BGRST @ v_BTGD.to(p_BGRST.dtype).permute(0, 2, 1, 3).unsqueeze(2)
+    v_BGTD = v_BTGD.to(p_BGRST.dtype).transpose(1, 2)
+    out_BGRSD = (p_BGRST.flatten(2, 3) @ v_BGTD).unflatten(2, p_BGRST.shape[2:4])
     return out_BGRSD.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _scores(q_BSHD: Tensor, k_BTGD: Tensor) -> Tensor:
     """Scaled dot products `[B,G,R,S,T]`; head `h` belongs to group `h // R`."""
     compute = _compute_dtype(q_BSHD)
-    q_BGRSD = q_BSHD.to(compute).unflatten(2, (k_BTGD.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    q_BGRSD = q_BSHD.to(compute).unflatten(2, (k_BTGD.shape[2], -1)).permute(0, 2, 3, 1, 4) * q_BSHD.shape[-1] ** -0.5
     k_BGDT = k_BTGD.to(compute).permute(0, 2, 3, 1)
-    return (q_BGRSD * q_BSHD.shape[-1] ** -0.5) @ k_BGDT.unsqueeze(2)
+    # The heads of a group as more rows of one product: its keys are not copied for each of them.
+    return (q_BGRSD.flatten(2, 3) @ k_BGDT).unflatten(2, q_BGRSD.shape[2:4])
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
@@ -163,6 +192,7 @@ def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
 def _tiles(q_BSHD: Tensor, k_BTGD: Tensor) -> list[slice]:
     batch, tokens, heads, _ = q_BSHD.shape
     rows = max(1, SCORES_AT_ONCE // max(1, batch * heads * k_BTGD.shape[1]))
+    rows = min(rows, QUERIES_AT_ONCE.get(q_BSHD.device.type, rows))
     return [slice(i, min(i + rows, tokens)) for i in range(0, tokens, rows)]
 
 

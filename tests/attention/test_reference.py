@@ -155,6 +155,20 @@ def test_walking_the_queries_in_tiles_changes_nothing(monkeypatch: pytest.Monkey
     torch.testing.assert_close(nsa_attention(**inputs, spec=SMALL), whole, **TIGHT)
 
 
+@pytest.mark.parametrize("queries_at_once", [1, 5, 16])
+def test_leaving_out_the_keys_a_tile_cannot_see_changes_neither_output_nor_gradients(
+    monkeypatch: pytest.MonkeyPatch, queries_at_once: int
+) -> None:
+    inputs = {name: x.requires_grad_() for name, x in make_inputs(SMALL, Sizes(53)).items()}
+
+    def output_and_gradients(at_once: dict[str, int]) -> list[Tensor]:
+        monkeypatch.setattr(reference, "QUERIES_AT_ONCE", at_once)
+        out = nsa_attention(**inputs, spec=SMALL)
+        return [out, *torch.autograd.grad(out.square().sum(), list(inputs.values()))]
+
+    torch.testing.assert_close(output_and_gradients({"cpu": queries_at_once}), output_and_gradients({}), **TIGHT)
+
+
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(6, 9), slice(17, 40), slice(52, 53)], ids=str)
 @pytest.mark.parametrize("future_keys", [True, False], ids=["future keys present", "keys end with the tile"])
 def test_a_tile_of_queries_equals_its_slice_of_the_whole(rows: slice, future_keys: bool) -> None:
