@@ -60,12 +60,13 @@ class TrainStep:
         A rank without data (None) takes part all the same, so that nobody waits for it; then no rank updates.
         """
         micro_batches = self._to_device(self._no_tokens() if tokens_ABS1 is None else tokens_ABS1)
-        losses, gates = [], None
+        losses, gates = [], []
         for index, tokens in enumerate(micro_batches):
             with synchronised_only_if(index + 1 == len(micro_batches), self.model):
-                loss, gates = (self._graph or self._forward_backward)(tokens)
+                loss, of_gates = (self._graph or self._forward_backward)(tokens)
             losses.append(loss)
-        own = step_numbers.own_part(torch.stack(losses).mean(), tokens_ABS1 is None, flags, gates)
+            gates += [] if of_gates is None else [of_gates]
+        own = step_numbers.own_part(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)
         averaged = self.workers.mean_(own)
         with marked("optimizer"):
             norm = self.stepper.step(number, veto=step_numbers.forbids_update(averaged))
@@ -100,6 +101,11 @@ class TrainStep:
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()
         return tokens.to(self.device, non_blocking=True).long()
+
+
+def _mean(of_micro_batches: list[Tensor]) -> Tensor:
+    """Over a step's micro-batches; they are of one size, so a mean of their means is the mean of all tokens."""
+    return torch.stack(of_micro_batches).mean(dim=0)
 
 
 def attention_kernels(config: Config) -> contextlib.AbstractContextManager[Any]:

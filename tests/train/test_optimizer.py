@@ -99,6 +99,18 @@ def test_accumulation_equals_one_big_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(small.weights()[name], weight, rtol=1e-4, atol=2e-5)
 
 
+def test_gate_statistics_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+    ways = (["train.batch_size=4"], ["train.batch_size=1", "train.accumulate_grad_batches=4"])
+    measured = []
+    for way in ways:
+        trainer = Trainer(tiny(tmp_path, "model.attention=nsa", *way))
+        with torch.no_grad():
+            for block in trainer.step.decoder.blocks:
+                block.attention.gate.weight.mul_(20)  # so that sequences differ in their gates
+        measured.append(torch.tensor(trainer(1).gates))
+    torch.testing.assert_close(*measured, rtol=1e-5, atol=1e-6)
+
+
 def test_gradient_norm_is_that_before_clipping_and_clipping_keeps_to_its_limit(tmp_path: Path) -> None:
     trainer = Trainer(tiny(tmp_path, "train.grad_clip=0.01"))
     stepper, seen = trainer.step.stepper, {}
