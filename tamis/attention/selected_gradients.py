@@ -87,7 +87,8 @@ def _gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) ->
     """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them."""
     batch, heads, tokens = lse_BHS.shape
     statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
-    _transpose_statistics[(triton.cdiv(tokens, 64), batch)](
+    # One dimension, as everywhere: a grid's second takes no more than 65,535, and a batch may be larger.
+    _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
         lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
         H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
     )  # fmt: skip
@@ -98,8 +99,9 @@ def _gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) ->
 def _transpose_statistics(
     lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    sequence = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    tiles = tl.cdiv(tokens, BLOCK)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     head = tl.arange(0, BH)[None, :]
     live = (token < tokens) & (head < H)
     source = (sequence * H + head) * tokens + token

@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention import reference
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
 SCORE_BYTES = 128 << 20  # scores held at once
 HELD_BYTES = 100 << 10  # queries of all heads stay in shared memory up to this size, else they are read again and again
+MOST_PROGRAMS_IN_Y = 65535  # that a GPU launches; each then walks several runs
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
-MOST_KEYS = 256  # a selection block of more strides than this is left to the reference
 
 
 @triton.jit
@@ -42,13 +41,48 @@ def _fold(p, overlap, EXACT: tl.constexpr):
     return tl.dot(high, weight, tl.dot(middle, weight, tl.dot(low, weight)))
 
 
+@triton.jit
+def _part_of_scores(
+    run, part, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh, stride_kn,
+    PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """The run's selection blocks, and what BN of the compressed blocks that touch them add to their scores."""
+    column = tl.arange(0, DP)
+    # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
+    i = run * RUN * PIECES_SEL - (PIECES - 1) + part * BN + tl.arange(0, BN)
+    inside = (i >= 0) & (i < N)
+    at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
+    k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+    p = tl.zeros([BM, BN], tl.float32)
+    if HELD:
+        for r in tl.static_range(R):
+            s = tl.dot(q_tiles[r], tl.trans(k_tile), input_precision=PRECISION)
+            p += tl.exp2(s * scale - lse_rows[r][:, None])
+    else:
+        for r in range(R):
+            q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
+            lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            p += tl.exp2(s * scale - lse2[:, None])
+    p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
+
+    # overlap[i,j]: pieces of compressed block i that lie in selection block j.
+    j = run * RUN + tl.arange(0, RUN_P2)
+    low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
+    high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
+    return j, _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
+
+
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
 def _score_kernel(
     q, k, lse, scores, best_of_run, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
     B, S, N, G, start, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, HELD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """Scores of BM tokens, all heads of a group: `scores` [B,G,T,runs,RUN_P2] and `best_of_run` [B,G,T,runs]."""
     PIECES: tl.constexpr = L // STRIDE  # of a compressed block
@@ -71,37 +105,24 @@ def _score_kernel(
     at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
     mask_q = alive[:, None] & (column < D)[None, :]
     ended = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
+    q_tiles = ()
+    lse_rows = ()
     if HELD:
-        q_tiles = ()
-        lse_rows = ()
         for r in tl.static_range(R):
             q_tiles += (tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0),)
             lse_rows += (tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634,)
 
     for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
-        # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
-        i = run * RUN * PIECES_SEL - (PIECES - 1) + tl.arange(0, BN)
-        inside = (i >= 0) & (i < N)
-        at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
-        k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-        p = tl.zeros([BM, BN], tl.float32)
-        if HELD:
-            for r in tl.static_range(R):
-                s = tl.dot(q_tiles[r], tl.trans(k_tile), input_precision=PRECISION)
-                p += tl.exp2(s * scale - lse_rows[r][:, None])
-        else:
-            for r in range(R):
-                q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
-                lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                p += tl.exp2(s * scale - lse2[:, None])
-        p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
-
-        # overlap[i,j]: pieces of compressed block i that lie in selection block j.
-        j = run * RUN + tl.arange(0, RUN_P2)
-        low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
-        high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
-        score = _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
+        j, score = _part_of_scores(
+            run, 0, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh, stride_kn,
+            PIECES, PIECES_SEL, R, D, DP, PRECISION, BM, BN, RUN, RUN_P2, HELD,
+        )  # fmt: skip
+        for part in range(1, PARTS):
+            j, more = _part_of_scores(
+                run, part, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh,
+                stride_kn, PIECES, PIECES_SEL, R, D, DP, PRECISION, BM, BN, RUN, RUN_P2, HELD,
+            )  # fmt: skip
+            score += more
         eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
         score = tl.where(eligible[None, :] & (j[None, :] <= position[:, None] // L_SEL - 2), score, -1.0)
         at = row * runs + run
@@ -179,11 +200,7 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start:
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]
     tile = tile_for("score", padded(D), q.dtype)
-    touching = spec.pieces_per_selected + spec.pieces_per_compressed - 1  # compressed blocks per selection block
-    keys = max(tile.keys, triton.next_power_of_2(touching))
-    if keys > MOST_KEYS:
-        return reference.select_blocks(q, k_cmp, spec, start)
-    run = (keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
+    parts, run = runs_of(tile.keys, spec)
     run_p2 = max(16, triton.next_power_of_2(run))
     held = H // G * tile.rows * padded(D) * q.element_size() <= HELD_BYTES
     slots = triton.next_power_of_2(spec.n_sel)
@@ -194,13 +211,13 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start:
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
         if blocks > spec.n_sel > FORCED_BLOCKS:
-            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else runs)
+            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else min(runs, MOST_PROGRAMS_IN_Y))
             _score_kernel[grid](
                 q, k_cmp, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, start or None, runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
-                PRECISION=precision(q.dtype), BM=tile.rows, BN=keys, RUN=run, RUN_P2=run_p2, HELD=held,
-                **tile.options,
+                PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, PARTS=parts, RUN=run, RUN_P2=run_p2,
+                HELD=held, **tile.options,
             )  # fmt: skip
         runs_p2 = triton.next_power_of_2(runs)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
@@ -210,6 +227,16 @@ def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start:
             num_warps=1,
         )  # fmt: skip
     return ids
+
+
+def runs_of(keys: int, spec: NSASpec) -> tuple[int, int]:
+    """How many tiles of `keys` compressed blocks a run takes, and how many selection blocks it holds.
+
+    A wide selection block takes several tiles, never a wider one: with 128 keys at head dim 128 a GPU faulted.
+    """
+    touching = spec.pieces_per_selected + spec.pieces_per_compressed - 1  # compressed blocks per selection block
+    parts = triton.cdiv(touching, keys)
+    return parts, (parts * keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
 
 
 def _chunks(B: int, S: int, G: int, spec: NSASpec, start: int = 0) -> list[tuple[int, int]]:

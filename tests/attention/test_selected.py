@@ -178,6 +178,20 @@ def test_same_inputs_give_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(case.measured(form), case.measured(form), strict=True))
 
 
+def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid's other dimensions take no more than 65,535 programs; a batch of short sequences may be larger."""
+    grids = []
+    kernel = selected_gradients._transpose_statistics
+    recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})
+    monkeypatch.setattr(selected_gradients, "_transpose_statistics", recorder())
+    lse, delta = torch.randn(2, 3, 5, 70, device=DEVICE)  # batch 3, 5 heads; 70 tokens are two tiles
+    gates = torch.randn(3, 70, 5, 3, device=DEVICE)[..., 1]
+    statistics = selected_gradients._gather_statistics(lse, delta, gates)
+    expected = torch.stack((lse.transpose(1, 2) * 1.4426950408889634, delta.transpose(1, 2), gates))
+    torch.testing.assert_close(statistics, expected)
+    assert grids == [(6,)]
+
+
 def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
     case = Case(tokens=300, groups=2, heads=1, batch=2)
     layout = Layout.of(case.ids, case.spec, 1, chunk=600)

@@ -6,6 +6,7 @@ import torch
 from tests.attention.devices import DEVICE, DTYPES, poisoned_memory, random_inputs  # isort: skip
 from tamis.attention import NSASpec, reference, select_blocks
 from tamis.attention import selection as kernels
+from tamis.attention.tiles import tile_for
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
 __all__ = ["poisoned_memory"]
@@ -84,10 +85,23 @@ def test_chunks_and_streamed_queries_choose_alike(poisoned_memory, monkeypatch):
     assert torch.equal(selected(q, k_cmp, SMALL), whole)
 
 
-def test_blocks_of_very_many_strides_are_left_to_the_reference(poisoned_memory):
-    spec = NSASpec(l=1, d=1, l_sel=300, n_sel=3, w=4)
-    q, k_cmp, *_ = random_inputs(spec, tokens=11, groups=1)
-    assert torch.equal(selected(q, k_cmp, spec), reference.select_blocks(q, k_cmp, spec))
+@pytest.mark.parametrize("held_bytes", [kernels.HELD_BYTES, 0], ids=["queries held", "queries streamed"])
+def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, monkeypatch, held_bytes):
+    spec = NSASpec(l=4, d=1, l_sel=34, n_sel=4, w=4)
+    assert kernels.runs_of(tile_for("score", 16, torch.float32).keys, spec)[0] > 1
+    monkeypatch.setattr(kernels, "HELD_BYTES", held_bytes)
+    q, k_cmp, *_ = random_inputs(spec, tokens=250, groups=1, heads_per_group=1)
+    assert_as_good_as_the_reference(q, k_cmp, spec)
+
+
+@pytest.mark.parametrize("spec", [NSASpec(), NSASpec(l_sel=1024), NSASpec(1024, 16, 2048), NSASpec(1, 1, 300, 3, 4)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_no_spec_asks_for_a_wider_tile_of_keys_than_was_proved(dim, spec):
+    """Tiles of 128 keys at head dim 128 faulted on a GPU."""
+    keys = tile_for("score", dim, torch.bfloat16).keys
+    parts, run = kernels.runs_of(keys, spec)
+    assert keys <= 64 and run >= 1
+    assert run * spec.pieces_per_selected + spec.pieces_per_compressed - 1 <= parts * keys  # every block that touches
 
 
 @pytest.mark.gpu
