@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tamis.cli_base import CHECK, Verb, Verbs, Words, loading_torch, resolve, resolve_for_this_machine
+from tamis.cli_waiting import announced
 from tamis.config import ConfigError, load_config
 from tamis.run.exit_codes import ExitCode
 
@@ -49,9 +50,12 @@ def verify(words: Words = None) -> None:
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
     loading_torch()
+    resolved = resolve(words)
     from tamis.train.selfcheck import report
 
-    raise typer.Exit(report(resolve(words)))
+    with announced(f"proving a fresh {resolved.model.name} on this device"):
+        code = report(resolved)
+    raise typer.Exit(code)
 
 
 @verb()
@@ -64,9 +68,12 @@ def causality(
     Example: tamis causality configs/m7c_125m_2xa100_production.yaml --full
     """
     loading_torch()
+    resolved = resolve(words)
     from tamis.train.causality import causality as test
 
-    raise typer.Exit(test(resolve(words), full))
+    with announced(f"testing a fresh {resolved.model.name}"):
+        code = test(resolved, full)
+    raise typer.Exit(code)
 
 
 @verb()
@@ -86,7 +93,9 @@ def estimate(
     resolved = resolve_for_this_machine(words)
     from tamis.train.estimate import report
 
-    raise typer.Exit(report(resolved, processes, json))
+    with announced(f"measuring a few steps of {resolved.model.name}"):
+        code = report(resolved, processes, json)
+    raise typer.Exit(code)
 
 
 @config_verb("show")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tamis.cli_base import MEASURE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.cli_waiting import announced
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)
@@ -35,7 +36,9 @@ def profile(
     resolved = resolve(words)
     from tamis.train.profiling import profile as profiled
 
-    raise typer.Exit(profiled(resolved, steps, out))
+    with announced(f"profiling {resolved.model.name}"):
+        code = profiled(resolved, steps, out)
+    raise typer.Exit(code)
 
 
 @bench_verb("attention")
@@ -56,7 +59,9 @@ def bench_attention(
     from tamis.bench.attention import LENGTHS, run
 
     shapes = ("m7c", "paper") if shape == "both" else (shape,)
-    print(json.dumps(run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)))
+    with announced("measuring attention"):
+        rows = run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)
+    print(json.dumps(rows))
 
 
 @bench_verb("paths")
@@ -70,9 +75,12 @@ def bench_paths(
     Example: tamis bench paths configs/m7c_125m_2xa100_production.yaml --steps 20
     """
     loading_torch()
+    resolved = resolve(words)
     from tamis.bench.paths import compare
 
-    raise typer.Exit(compare(resolve(words), steps, warmup))
+    with announced(f"measuring {warmup} + {steps} steps of each path"):
+        code = compare(resolved, steps, warmup)
+    raise typer.Exit(code)
 
 
 @bench_verb("train")
@@ -94,7 +102,10 @@ def bench_train(
     from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, run
 
     tokens, lengths = tokens or TOKENS_PER_STEP, lengths or list(LENGTHS)
-    print(json.dumps(run(resolve(words, M7C), lengths, tokens, steps, warmup, with_data)))
+    resolved = resolve(words, M7C)
+    with announced(f"measuring training steps of {resolved.model.name}"):
+        rows = run(resolved, lengths, tokens, steps, warmup, with_data)
+    print(json.dumps(rows))
 
 
 @bench_verb("decode")
@@ -115,7 +126,8 @@ def bench_decode(
     from tamis.bench.decode import BATCHES, LENGTHS
     from tamis.bench.decode import bench_decode as measure
 
-    measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
+    with announced("measuring decoding"):
+        measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
 
 
 @bench_verb("needle")
@@ -137,7 +149,8 @@ def bench_needle(
 
     default = Setting()
     chosen = Setting(lengths=tuple(lengths or default.lengths), steps=steps or default.steps, seed=seed)
-    measure(chosen, device=device)
+    with announced(f"training on {chosen.steps} batches of facts"):
+        measure(chosen, device=device)
 
 
 @bench_verb("positions")
@@ -158,4 +171,5 @@ def bench_positions(
     loading_torch()
     from tamis.bench.positions import bench_positions as measure
 
-    measure(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)
+    with announced("reading held-out text"):
+        measure(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)

@@ -55,6 +55,7 @@ def handoff(
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
     output.parent.mkdir(parents=True, exist_ok=True)
+    say(f"collecting, judging and packing {directory.path} …")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".handoff_") as scratch:  # a rename away from its place
         folder = Path(scratch) / output.stem
         folder.mkdir()

@@ -135,6 +135,7 @@ RUNBOOKS = (
 def judge(run_dir: str | Path, *, console: Console | None = None) -> int:
     """Print and store every runbook's table. 0: nothing failed; 1: something did. Raises NoSuchRun."""
     console, directory = console or Console(), existing_run(run_dir)
+    console.print(f"reading {directory.path}; sums of all checkpoints, and the newest is loaded …", soft_wrap=True)
     results = judge_runbooks(read_evidence(directory))
     for title, findings in results.items():
         print_findings(title, findings, console)

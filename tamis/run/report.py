@@ -52,7 +52,9 @@ CHARTS = (
 
 def report(run_dir: str | Path, *, say: Callable[[str], None] = print) -> int:
     """Write OUT/report.html. Raises NoSuchRun."""
-    say(f"report: {write_report(existing_run(run_dir))}")
+    directory = existing_run(run_dir)
+    say(f"reading and judging {directory.path} …")
+    say(f"report: {write_report(directory)}")
     return 0
 
 

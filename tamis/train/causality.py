@@ -6,7 +6,8 @@ The model is the configuration's own, freshly initialised: what is proved is the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,14 @@ from tamis.train.step import COMPUTE_DTYPE, autocast
 REPORTS = Path("artifacts/test-reports")
 DECODED = 16  # tokens decoded one by one through the caches
 AGREEMENT = 1e-3  # of float32 logits, relative: another order of summation, not another answer
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What will be tried, said before it is: on a CPU one takes up to a minute."""
+
+    what: str
+    results: Callable[[], list[Result]]
 
 
 def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> int:
@@ -46,16 +55,22 @@ def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> in
     return 0 if passed else 1
 
 
-def _run(tests: Iterator[Result], title: str, lines: list[str]) -> bool:
-    """Say each result as it comes, and keep it; whether all passed."""
-    results = []
-    for result in tests:
-        results.append(result)
-        mark = "ok  " if result.passed else "FAIL"
-        _say(f"{mark} {result.name}: {result.measured:.3g} (limit {result.limit:.3g}) {result.detail}".rstrip(), lines)
+def _run(trials: Sequence[Trial], title: str, lines: list[str]) -> bool:
+    """Say what is tried and each result as it comes, and keep the results; whether all passed."""
+    results: list[Result] = []
+    for number, trial in enumerate(trials, start=1):
+        print(f"     {number}/{len(trials)} trying {trial.what} …", flush=True)
+        for result in trial.results():
+            results.append(result)
+            _say(_line(result), lines)
     passed = sum(result.passed for result in results)
     _say(f"{title}: {passed}/{len(results)} passed" + ("" if passed == len(results) else " – do not train"), lines)
     return passed == len(results)
+
+
+def _line(result: Result) -> str:
+    mark = "ok  " if result.passed else "FAIL"
+    return f"{mark} {result.name}: {result.measured:.3g} (limit {result.limit:.3g}) {result.detail}".rstrip()
 
 
 def _say(line: str, lines: list[str]) -> None:
@@ -71,24 +86,37 @@ def _fresh_model(config: Config, device: torch.device) -> tuple[Decoder, Tensor]
     return model, torch.randint(config.vocab_size, (1, longest), device=device)
 
 
-def _three_tests(model: Decoder, tokens_1S: Tensor) -> Iterator[Result]:
-    config, device = model.config, tokens_1S.device
-    tokens = tokens_1S[:, : 2 * config.nsa.w + 5]  # beyond the window, and a multiple of nothing
-    with autocast(config, device):
-        yield future_does_not_change_past(model, tokens)
-        yield no_gradient_from_past_to_future(model, tokens)
-    yield decode_equals_forward(model, tokens)
+def _three_tests(model: Decoder, tokens_1S: Tensor) -> list[Trial]:
+    tokens = tokens_1S[:, : 2 * model.config.nsa.w + 5]  # beyond the window, and a multiple of nothing
+    length = f"at {tokens.shape[1]:,} tokens"
+    return [
+        Trial(f"another future, {length}", partial(_autocast, future_does_not_change_past, model, tokens)),
+        Trial(f"gradients, {length}", partial(_autocast, no_gradient_from_past_to_future, model, tokens)),
+        Trial(f"decoding, {length}", lambda: [decode_equals_forward(model, tokens)]),
+    ]
 
 
-def _extended_tests(model: Decoder, tokens_1S: Tensor) -> Iterator[Result]:
+def _extended_tests(model: Decoder, tokens_1S: Tensor) -> list[Trial]:
     config, device = model.config, tokens_1S.device
     edges = (config.nsa.l, config.nsa.w, 2 * config.nsa.w, 4 * config.nsa.w)
-    for length in sorted({max(2, edge + offset) for edge in edges for offset in (-1, 0, 1)}):
-        with autocast(config, device):
-            yield future_does_not_change_past(model, tokens_1S[:, :length])
+    lengths = sorted({max(2, edge + offset) for edge in edges for offset in (-1, 0, 1)})
     if reason := why_no_kernels(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k):
         print(f"     kernels are not compared with the reference: {reason}")
-    yield from selfcheck(config, device)
+    return [
+        *(
+            Trial(
+                f"another future, at {length:,} tokens",
+                partial(_autocast, future_does_not_change_past, model, tokens_1S[:, :length]),
+            )
+            for length in lengths
+        ),
+        Trial("kernels, causality and random tokens, as before step 1", lambda: selfcheck(config, device)),
+    ]
+
+
+def _autocast(test: Callable[[Decoder, Tensor], Result], model: Decoder, tokens_1S: Tensor) -> list[Result]:
+    with autocast(model.config, tokens_1S.device):
+        return [test(model, tokens_1S)]
 
 
 @torch.no_grad()

@@ -1,0 +1,34 @@
+"""What takes long says that it began, and now and then that it still goes on: nobody should wonder whether it hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+REMIND_EVERY_S = 10.0
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """To stderr, so that a document on stdout stays one."""
+    began, done = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        while not done.wait(REMIND_EVERY_S):
+            _say(f"still {what}, {time.monotonic() - began:.0f} s so far")
+
+    _say(f"{what} …")
+    thread = threading.Thread(target=remind, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _say(text: str) -> None:
+    print(f"[tamis] {text}", file=sys.stderr, flush=True)
