@@ -43,11 +43,11 @@ def main() -> None:
 
 def train_showcase(argv: list[str]) -> int:
     """scripts/train_showcase.py: the runbooks' flags and variables."""
-    loading_torch()
     return guarded(lambda: _train_as_asked(parse(argv, os.environ)), debug=False)
 
 
 def _train_as_asked(request: Request) -> int:
+    loading_torch()
     is_main = os.environ.get("RANK", "0") == "0"
     for line in [*request.effects, f"config {request.config_path}"] if is_main else []:
         print(f"[tamis] {line}", flush=True)

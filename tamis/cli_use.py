@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tamis.cli_base import USE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.cli_waiting import announced
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
@@ -125,4 +126,7 @@ def data_check(
     """
     from tamis.data.check import check
 
-    raise typer.Exit(check(resolve(words), batches))
+    config = resolve(words)
+    with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
+        code = check(config, batches)
+    raise typer.Exit(code)

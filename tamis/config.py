@@ -288,11 +288,13 @@ def _names_any(sentence: str, keys: Iterable[str]) -> bool:
 def _explain(error: Any) -> str:
     """One validation error as a sentence: the key, what was given, what it may hold."""
     where, message = ".".join(map(str, error["loc"][:2])), str(error["msg"])
-    return f"{where} is {error['input']!r}: {message[0].lower()}{message[1:]}{_allowed(where)}"
+    if choices := _choices(where):
+        return f"{where} is {error['input']!r}, which is none of its values (allowed: {', '.join(choices)})"
+    return f"{where} is {error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _allowed(dotted: str) -> str:
+def _choices(dotted: str) -> list[str]:
+    """The words a key may hold, if it holds words."""
     section, _, key = dotted.partition(".")
     field = _sections()[section].model_fields.get(key)
-    choices = [a for a in get_args(field.annotation) if isinstance(a, str)] if field else []
-    return f" (allowed: {', '.join(choices)})" if choices else ""
+    return [a for a in get_args(field.annotation) if isinstance(a, str)] if field else []

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from tamis.config import Config, ConfigError, apply_override, build_config, read_yaml
 
@@ -101,7 +101,9 @@ class Request:
 
 def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
     """Flags over variables over the config file that --config or CONFIG names."""
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_intermixed_args(argv)
+    if unknown:
+        raise ConfigError(f"unknown flag {unknown[0]}{_nearest(unknown[0], _flag_names())}; --help lists them all")
     config_path = arguments.config or environment.get("CONFIG") or DEFAULT_CONFIG
     tree = read_yaml(config_path)
     overrides, effects = variable_overrides(environment)
@@ -135,7 +137,7 @@ def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[
 def _key_and_value(name: str, text: str) -> tuple[str | None, str | None]:
     variable = VARIABLES.get(name)
     if variable is None:
-        raise ConfigError(f"unknown variable {name}{_nearest(name)}; docs/variables.md lists them all")
+        raise ConfigError(f"unknown variable {name}{_nearest(name, VARIABLES)}; docs/variables.md lists them all")
     return variable.key, variable.value(text) if text or variable.value is _compression else None
 
 
@@ -159,13 +161,24 @@ def _effect(variable: Variable, value: str | None) -> str:
     return f"{variable.key}={value} ({variable.does})"
 
 
-def _nearest(name: str) -> str:
-    matches = difflib.get_close_matches(name, VARIABLES, n=1)
+def _nearest(name: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+class _Parser(argparse.ArgumentParser):
+    """One message for a wrong word, as everywhere, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help shows what there is)")
+
+
+def _flag_names() -> list[str]:
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train_showcase.py",
         description="Train as a config file says, with flags on top.",
         epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset synthetic",

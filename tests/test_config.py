@@ -241,7 +241,7 @@ def test_all_that_is_wrong_with_a_file_is_named_at_once(tmp_path: Path) -> None:
         "unknown key model.n_head; di",
         "nsa must be a section with k",
         "unknown key train.setps; did",
-        "runtime.precision is 'fp8': ",
+        "runtime.precision is 'fp8', ",
         "train.batch_size is 0: input",
         "train.lr is 'fast': input sh",
         "model.n_heads must be a mult",

@@ -6,22 +6,24 @@ Example: python scripts/datasets/fineweb_edu_loader.py --config configs/m7c_125m
 import argparse
 import sys
 
-from tamis.config import ConfigError, load_config
+from tamis.cli import guarded
+from tamis.cli_waiting import announced
+from tamis.config import load_config
 from tamis.data.check import check
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--batches", type=int, default=10, help="how many batches to fetch")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument("--batches", type=int, default=10, metavar="N", help="how many batches to fetch")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
     arguments = parser.parse_args()
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-    except ConfigError as error:
-        parser.error(str(error))
-    return check(config, arguments.batches, show_text=False)
+    if arguments.batches < 1:
+        parser.error(f"--batches must be at least 1, got {arguments.batches}")
+    config = load_config(arguments.config, arguments.overrides)
+    with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
+        return check(config, arguments.batches, show_text=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, debug=False))
