@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +57,16 @@ class Workers:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+    def leave_at_once(self, code: int) -> None:
+        """End a process that failed, if it has peers: they may be gone, or stuck where it will never join them.
+
+        Both leaving the group in order and Python's own way out wait for every collective under way.
+        """
+        if self.world_size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 @contextlib.contextmanager

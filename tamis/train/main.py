@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tamis.train.session import Session
 from tamis.train.settings import apply_settings
 from tamis.train.step import COMPUTE_DTYPE
 
+ALL_END_TOGETHER = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
 STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPTED: torchrun sends TERM to regroup
 
 
@@ -63,23 +65,34 @@ def train_config(config: Config, resume: str | None = None) -> int:
     with join(config) as workers:
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
             return ended
-        session = Session(config, workers)
-        try:
-            return _train(session, resume, started)
-        except (ConfigError, DamagedCheckpoint) as error:
-            return _failed(session, ExitCode.USAGE, str(error))
-        except DataError as error:
-            return _failed(
-                session, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting=isinstance(error, EndOfData)
-            )
-        except Anomaly as anomaly:
-            write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
-            return _failed(session, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
-        except torch.OutOfMemoryError:
-            session.memory_dumps.write("out_of_memory", session.step + 1)
-            return _failed(session, ExitCode.CRASH, out_of_memory_advice(config, workers.device))
-        finally:
-            session.leave()
+        code = _train_or_explain(Session(config, workers), resume, started)
+        if code not in ALL_END_TOGETHER:
+            workers.leave_at_once(code)
+        return code
+
+
+def _train_or_explain(session: Session, resume: str | None, started: float) -> int:
+    """The exit code of the training; whatever ended it early has been told and recorded."""
+    try:
+        return _train(session, resume, started)
+    except (ConfigError, DamagedCheckpoint) as error:
+        return _failed(session, ExitCode.USAGE, str(error))
+    except DataError as error:
+        lasting = isinstance(error, EndOfData)
+        return _failed(session, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting)
+    except Anomaly as anomaly:
+        write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
+        return _failed(session, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
+    except torch.OutOfMemoryError:
+        session.memory_dumps.write("out_of_memory", session.step + 1)
+        return _failed(session, ExitCode.CRASH, out_of_memory_advice(session.config, session.workers.device))
+    except Exception:
+        if session.workers.world_size == 1:
+            raise
+        traceback.print_exc()
+        return ExitCode.CRASH
+    finally:
+        session.leave()
 
 
 def _problem_with(resume: str | None) -> str | None:

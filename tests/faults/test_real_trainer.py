@@ -25,6 +25,7 @@ from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_c
 from tests.faults.launched import as_operators_do
 
 SEEDS = range(30)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,20 @@ def test_the_watchdog_stops_a_trainer_that_really_stalls_and_it_resumes_exactly(
     assert trainer.run.anomaly.read_text().startswith("stuck_in_compute\n")
     assert "slowed" in trainer.run.stackdumps()[0].read_text()
     assert_same_end(finish(server, config).run, unbroken)
+
+
+def test_stacks_asked_for_before_the_trainer_can_give_any_do_not_end_it(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text(tiny_real_config(tmp_path / "out", steps=2, eval_every=0).to_yaml())
+    command = [sys.executable, "-u", str(ROOT / "scripts" / "train_showcase.py"), "--config", "config.yaml"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=as_operators_do(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        rest = process.stdout.read()
+    assert "loading torch" in first
+    assert process.returncode == 0, rest
 
 
 def test_two_trainers_never_share_a_directory(server, tmp_path) -> None:

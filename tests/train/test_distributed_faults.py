@@ -4,12 +4,14 @@ import json
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tamis.config import Config
 from tamis.data import DataError
@@ -142,6 +144,32 @@ def test_weights_that_leave_the_others_are_seen_within_the_check_and_named(tmp_p
     for rank in (0, 1):
         assert "at step 3 the ranks no longer hold the same weights: rank 1 in" in running.log(rank)
     assert RunDirectory(config.train.out_dir).anomaly.read_text().startswith("weights_differ")
+
+
+def with_an_error_beside_a_stuck_peer(config: Config, kind: str) -> int:
+    """The odd rank fails in step 3 with a collective under way that its peer, stuck, never joins."""
+
+    def failing(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+        if number == 3 and not is_odd():
+            time.sleep(600)
+        if number == 3:
+            step.under_way = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # type: ignore[attr-defined]
+            raise torch.OutOfMemoryError("no room") if kind == "handled" else RuntimeError("an illegal memory access")
+        return whole_step(step, tokens, number, flags)
+
+    whole_step, TrainStep.__call__ = TrainStep.__call__, failing  # type: ignore[method-assign, assignment]
+    return main.train_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("handled", "error on rank 1: "), ("unhandled", "an illegal memory access")]
+)
+def test_a_rank_that_fails_leaves_without_waiting_for_its_peers(tmp_path: Path, kind: str, said: str) -> None:
+    with ranks(tmp_path / "ranks", 2, with_an_error_beside_a_stuck_peer, config_of(tmp_path), kind) as running:
+        wait_until(lambda: not running.processes[ODD].is_alive(), "the rank that failed is gone")
+        assert running.processes[ODD].exitcode == 1, running.output()
+        assert running.processes[0].is_alive(), "its peer is still stuck"
+        assert said in running.log(ODD)
 
 
 # A rank whose data fails
