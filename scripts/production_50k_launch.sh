@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 export CONFIG=${CONFIG:-configs/m7c_125m_2xa100_production.yaml}
 echo "[tamis] production launch of $CONFIG"
 bash scripts/prime_bootstrap.sh
+.venv/bin/tamis launch "$@" --help >/dev/null  # a mistyped flag is told now, not after the tests
+case " $* " in *" --help "*) exec .venv/bin/tamis launch --help ;; esac
 .venv/bin/tamis check --quick "$CONFIG" || { echo "[tamis] not launched: see the failed checks above"; exit 1; }
 bash scripts/run_gpu_causality_test.sh || { echo "[tamis] not launched: the causality test failed"; exit 1; }
 exec .venv/bin/tamis launch --phases "$@"

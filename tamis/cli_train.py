@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tamis.cli_base import TRAIN, RunDir, Verb, Words, loading_torch, resolve_for_this_machine, split
+from tamis.config import ConfigError
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=TRAIN)
@@ -85,6 +86,8 @@ def launch(
     from tamis.run.launching import launch_in_background, launch_once, launch_phases, prepared
     from tamis.run.phases import parse_phase_steps
 
+    if (phase_steps or repeat) and not phases:
+        raise ConfigError("--phase-steps and --repeat are about phases: give --phases too")
     config = resolve_for_this_machine(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if phases and detach:

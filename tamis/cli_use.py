@@ -82,7 +82,10 @@ def export(
 @verb()
 def convert(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint: the file of DDP, or the folder of FSDP")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="the file of DDP, the folder of FSDP, or a run's directory for its newest"
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="where to write; must not exist")],
     kind: Annotated[Literal["file", "folder", "safetensors"], typer.Option(help="what to write")] = "safetensors",
@@ -91,9 +94,10 @@ def convert(
 
     Example: tamis convert artifacts/m7c_125m/checkpoint_step5000.pt m7c.safetensors
     """
+    from tamis.run.checkpoints import newest_or_itself
     from tamis.train.convert import convert as written
 
-    print(f"written: {written(checkpoint, target, kind)}")
+    print(f"written: {written(newest_or_itself(checkpoint), target, kind)}")
 
 
 @data_verb("prepare")

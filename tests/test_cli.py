@@ -86,6 +86,7 @@ def test_a_small_model_is_trained_used_and_packed(here: Path) -> None:
     ok(tamis("export", "out", "exported"))
     assert (here / "exported" / "model.safetensors").is_file()
     assert "m.safetensors" in ok(tamis("convert", "out/checkpoint_step3.pt", "m.safetensors"))
+    assert "newest.safetensors" in ok(tamis("convert", "out", "newest.safetensors"))
     assert "DONE" in ok(tamis("monitor", "out", "--once"))
     assert json.loads(ok(tamis("monitor", "out", "--json")))["state"] == "done"
 
@@ -358,6 +359,12 @@ def test_a_failed_preflight_launches_nothing(job: Launch, monkeypatch, capsys) -
 def test_step_counts_that_make_no_sense_are_refused_before_anything_runs(here: Path) -> None:
     with pytest.raises(ConfigError, match="--phase-steps must be 4 counts"):
         tamis("launch", "mine.yaml", "--phases", "--phase-steps", "1,2")
+
+
+@pytest.mark.parametrize("words", [("--phase-steps", "1,2,3,4"), ("--repeat",)], ids=" ".join)
+def test_what_is_about_phases_is_not_ignored_without_them(words: tuple[str, ...], here: Path) -> None:
+    with pytest.raises(ConfigError, match="give --phases too"):
+        tamis("launch", "mine.yaml", *words)
 
 
 def test_a_launch_by_phases_goes_on_without_its_terminal(here: Path) -> None:

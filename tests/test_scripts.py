@@ -147,3 +147,14 @@ def test_tensorboard_may_be_started_before_the_run_begins(tmp_path: Path) -> Non
     assert told.code == 0
     assert "no event files in artifacts/m7c_125m/tb yet" in told
     assert "started with --logdir artifacts/m7c_125m/tb --host 127.0.0.1 --port 6006" in told
+
+
+def test_a_mistyped_flag_of_the_launch_is_told_before_anything_is_tested(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    refused = checkout.run("bash scripts/production_50k_launch.sh --detahc")
+    assert refused.code == 2
+    assert "No such option: --detahc" in refused
+    assert "preflight" not in refused
+    shown = checkout.run("bash scripts/production_50k_launch.sh --help")
+    assert shown.code == 0
+    assert "--phase-steps" in shown and "preflight: " not in shown

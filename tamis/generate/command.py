@@ -55,7 +55,7 @@ def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) ->
             raise ValueError(f"prompt file {prompt_file} cannot be read: {error}") from None
         texts += [line for line in lines if line.strip()]
     if not texts:
-        raise ValueError("there is no prompt: give one, or a file with one prompt a line")
+        raise ValueError("there is no prompt: give one with --prompt TEXT, or a file of them with --prompt-file")
     if not all(texts):
         raise ValueError("a prompt is empty: give at least one character to continue from")
     return texts

@@ -114,6 +114,12 @@ def latest_valid_checkpoint(
     return None
 
 
+def newest_or_itself(path: str | Path) -> Path:
+    """The newest valid checkpoint of a run's directory; anything else as it was given."""
+    step = latest_valid_checkpoint(path) if Path(path).is_dir() else None
+    return Path(path) if step is None else RunDirectory(path).checkpoint(step)
+
+
 def retire(run: RunDirectory, keep: int) -> list[int]:
     """Delete all but the newest `keep` finished checkpoints, and what older cut-short saves left; 0 keeps all.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,7 @@ def rank_view(rank: int, beats: list[Heartbeat], now: float) -> RankView:
 def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str]:
     """What the run is doing, in a word and in a sentence."""
     if not ranks:
-        return "starting", "no heartbeat yet: the workers are starting, or were never started"
+        return "starting", _before_the_first_beat(directory)
     phases = {rank.phase for rank in ranks}
     where = f"step {min(rank.step for rank in ranks)}"
     if "failed" in phases:
@@ -61,6 +62,20 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
             return "restarting", f"no worker is alive after {where}; the supervisor is restarting them"
         return "crashed", f"no worker is alive after {where}; launch again to resume"
     return "running", f"{ranks[0].phase} of {where}"
+
+
+def _before_the_first_beat(directory: RunDirectory) -> str:
+    if _owner_lives(directory):
+        return "no heartbeat yet: the workers are starting"
+    return f"no heartbeat yet, and nothing is being launched here{_last_preflight(directory)}"
+
+
+def _last_preflight(directory: RunDirectory) -> str:
+    try:
+        verdict = json.loads((directory.path / "preflight.json").read_text(encoding="utf-8"))["verdict"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return f"; the last preflight said {verdict}"
 
 
 def _owner_lives(directory: RunDirectory) -> bool:

@@ -52,6 +52,15 @@ def test_before_the_first_heartbeat_it_says_that_the_workers_start(tmp_path):
     assert read_snapshot(tmp_path, gpus=[]).state == "starting"
 
 
+def test_a_launch_that_was_refused_is_not_taken_for_one_that_starts(tmp_path):
+    (tmp_path / "preflight.json").write_text('{"verdict": "NO-GO (2 failed)"}')
+    expected = "no heartbeat yet, and nothing is being launched here; the last preflight said NO-GO (2 failed)"
+    assert read_snapshot(tmp_path, gpus=[]).headline == expected
+    with RunLock(RunDirectory(tmp_path).lock) as lock:
+        lock.acquire("launch")
+        assert read_snapshot(tmp_path, gpus=[]).headline == "no heartbeat yet: the workers are starting"
+
+
 def test_before_the_first_step_there_is_no_eta(tmp_path):
     live(tmp_path)
     run = RunDirectory(tmp_path)
