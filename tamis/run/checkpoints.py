@@ -86,10 +86,6 @@ def damage(manifest: str | Path) -> str | None:
     return None
 
 
-def verify(manifest: str | Path) -> bool:
-    return damage(manifest) is None
-
-
 def require_valid(checkpoint: str | Path) -> None:
     """Raise DamagedCheckpoint unless every byte of `checkpoint_step{N}.pt` is as it was written."""
     checkpoint = Path(checkpoint)

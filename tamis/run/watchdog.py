@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -45,17 +45,6 @@ class Limits:
     loss_floor: float | None = None  # nats; a lower training loss is too good to be true
     throughput_collapse: float = 0.08  # share of the run's own median speed; steps varying tenfold stay above it
     slow_share: float = 1 / 3  # below this share of it the run is called slow, and left alone
-
-    def patience_scaled(self, factor: float) -> Limits:
-        """All times multiplied, so that tests with real processes need not wait for minutes."""
-        phases = {name: seconds * factor for name, seconds in self.phase_s.items()}
-        return replace(
-            self,
-            floor_s=self.floor_s * factor,
-            first_step_s=self.first_step_s * factor,
-            fetch_s=self.fetch_s * factor,
-            phase_s=phases,
-        )
 
 
 RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that a batch of random tokens may show by chance

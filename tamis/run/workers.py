@@ -110,10 +110,6 @@ class Workers:
         self._streaming = threading.Thread(target=_stream, args=(reader, log, screen), daemon=True)
         self._streaming.start()
 
-    def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
-        return self.process.poll()
-
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 

@@ -72,6 +72,7 @@ class FakeTrainer:
         self.chatter = int(os.environ.get("FAKE_CHATTER", "0"))  # bytes printed per step
         self.variation = random.Random(1) if "FAKE_VARIATION" in os.environ else None  # step times vary tenfold
         self.step_s = float(os.environ.get("FAKE_STEP_S", "0.02"))
+        self.hold_at = int(os.environ.get("FAKE_HOLD", "0"))  # stands inside this step until OUT/go_on is there
 
     def main(self, resume: str | None) -> int:
         if resume:
@@ -108,6 +109,8 @@ class FakeTrainer:
         self.heartbeat.beat("progress", number, dt_fetch_s=fetch_s)
         self.jump_clock(number)
         self.strike_in_compute(number)
+        while number == self.hold_at and not (self.run.path / "go_on").exists():
+            time.sleep(0.01)
         time.sleep(self.step_s * self.variation.uniform(1, 10) if self.variation else self.step_s)
         self.wait_for_the_others(number)
         self.weights = hashlib.sha256(f"{self.weights} {number}".encode()).hexdigest()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ from tamis.run.ladder import Grace
 from tamis.run.lock import RunLocked
 from tamis.run.restarts import RestartBudget
 from tamis.run.supervisor import LaunchOptions, launch
-from tamis.run.watchdog import limits_for
+from tamis.run.watchdog import Limits, limits_for
 from tamis.run.workers import trainer_command
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
-QUICKER = 0.02  # the floor of two minutes becomes 2.4 seconds
-PATIENCE_S = 60.0  # a test that waits longer than this for something has failed
+QUICKER = 0.04  # the floor of two minutes becomes 4.8 seconds: more than a loaded machine takes from a healthy process
+PATIENCE_S = 150.0  # a test that waits longer than this for something has failed
+STALLS = ("hang_in_compute", "hang_in_data", "hang_in_save", "loop_with_gil", "stop", "nan")
+HURRIED = {
+    "PATIENCE": str(QUICKER),
+    "TERM_S": "3",
+}  # for runs that stall on purpose
 
 
 def fake_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
@@ -45,13 +51,23 @@ def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
 
 
 def quick_options(config: Config) -> LaunchOptions:
-    is_real = os.environ.get("TRAINER") == "real"
     return LaunchOptions(
-        limits=limits_for(config).patience_scaled(1.0 if is_real else QUICKER),
+        limits=with_patience(limits_for(config), float(os.environ.get("PATIENCE", "1"))),
         budget=RestartBudget(first_delay_s=float(os.environ.get("FIRST_DELAY_S", "0.1"))),
-        grace=Grace(dump_s=20.0, halt_s=1.0, term_s=3.0),
+        grace=Grace(dump_s=20.0, halt_s=1.0, term_s=float(os.environ.get("TERM_S", "20"))),
         look_every_s=0.1,
-        command=trainer_command if is_real else fake_command,
+        command=trainer_command if os.environ.get("TRAINER") == "real" else fake_command,
+    )
+
+
+def with_patience(limits: Limits, factor: float) -> Limits:
+    """All times multiplied, so that a test of a stall need not wait for minutes."""
+    return replace(
+        limits,
+        floor_s=limits.floor_s * factor,
+        first_step_s=limits.first_step_s * factor,
+        fetch_s=limits.fetch_s * factor,
+        phase_s={name: seconds * factor for name, seconds in limits.phase_s.items()},
     )
 
 
@@ -75,9 +91,10 @@ class Launched:
     ) -> None:
         self.config, self.run = config, RunDirectory(config.train.out_dir).create()
         (self.run.path / "wanted.yaml").write_text(config.to_yaml())
-        environment = {**as_operators_do(), "FAKE_RANKS": str(ranks), **settings}
-        if fault:
-            environment["FAKE_FAULT"] = json.dumps(fault)
+        fault = fault or {}
+        patience = HURRIED if fault.get("kind") in STALLS else {}
+        environment = {**as_operators_do(), "FAKE_RANKS": str(ranks), "FAKE_FAULT": json.dumps(fault)}
+        environment |= {**patience, **settings}
         self.screen = open(self.run.path / "screen", "ab")  # noqa: SIM115
         command = [sys.executable, "-u", "-m", "tests.faults.launched", str(self.run.path / "wanted.yaml"), str(ranks)]
         self.process = subprocess.Popen(
@@ -99,11 +116,15 @@ class Launched:
                 raise AssertionError(f"what was waited for did not happen:\n{self.told()}")
             time.sleep(0.01)
 
-    def until_step(self, step: int) -> None:
-        self.until(lambda: self.last_step() >= step)
+    def until_step(self, step: int, ranks: int = 1) -> None:
+        self.until(lambda: all(self.last_step(rank) >= step for rank in range(ranks)))
 
-    def last_step(self) -> int:
-        return max((beat.step for beat in read_heartbeats(self.run.heartbeat(0), tail=5)), default=0)
+    def let_go_on(self) -> None:
+        """What FAKE_HOLD stopped goes on; so that a test acts in the middle of a run however slow the machine is."""
+        (self.run.path / "go_on").touch()
+
+    def last_step(self, rank: int = 0) -> int:
+        return max((beat.step for beat in read_heartbeats(self.run.heartbeat(rank), tail=5)), default=0)
 
     def beats(self, rank: int = 0) -> list[Heartbeat]:
         return read_heartbeats(self.run.heartbeat(rank))

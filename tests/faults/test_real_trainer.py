@@ -22,7 +22,7 @@ from tamis.run.lock import RunLock
 from tamis.run.watch import watch
 from tamis.run.watchdog import Limits
 from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_config
-from tests.faults.launched import as_operators_do
+from tests.faults.launched import as_operators_do, with_patience
 
 SEEDS = range(30)
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def test_the_watchdog_stops_a_trainer_that_really_stalls_and_it_resumes_exactly(
     config = tiny_real_config(tmp_path)
     trainer = server.start(config, slow={"part": "compute", "step": 7, "seconds": 600})
     trainer.until_phase("progress", 7)
-    quick = Limits().patience_scaled(0.01)
+    quick = with_patience(Limits(), 0.01)
     code = watch(tmp_path, limits=quick, grace=Grace(halt_s=0.5, term_s=1.0), look_every_s=0.1, say=lambda line: None)
     assert code == 5
     assert trainer.wait() == -signal.SIGKILL

@@ -8,17 +8,18 @@ import pytest
 
 from tamis.run.events import read_events
 from tamis.run.lock import ProcessId
-from tests.faults.launched import assert_ends_as_unbroken
+from tests.faults.launched import PATIENCE_S, assert_ends_as_unbroken
 
-SLOWLY = {"FAKE_STEP_S": "0.05"}
+HELD = {"FAKE_HOLD": "7"}  # stands inside step 7 until it is let go on
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_halt_mid_step_stops_all_ranks_at_one_step_and_the_relaunch_ends_as_if_unbroken(launching, ranks) -> None:
-    launched = launching(ranks=ranks, **SLOWLY)
+    launched = launching(ranks=ranks, **HELD)
     launched.until_step(7)
     launched.run.halt.touch()
     launched.run.halt.touch()  # twice is once
+    launched.let_go_on()
     assert launched.wait() == 3, launched.told()
     assert not launched.run.halt.exists()
     ends = [launched.beats(rank)[-1] for rank in range(ranks)]
@@ -40,7 +41,7 @@ def test_a_halt_file_of_an_earlier_run_is_reported_and_ignored(launching, tmp_pa
 
 
 def test_a_halt_while_the_run_waits_to_restart_is_honoured(launching) -> None:
-    launched = launching(fault={"kind": "kill", "step": 13, "always": True}, FIRST_DELAY_S="5")
+    launched = launching(fault={"kind": "kill", "step": 13, "always": True}, FIRST_DELAY_S="60")
     launched.until(lambda: "restart" in launched.events())
     launched.run.halt.touch()
     assert launched.wait() == 3, launched.told()
@@ -49,9 +50,11 @@ def test_a_halt_while_the_run_waits_to_restart_is_honoured(launching) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_supervisor_told_to_stop_lets_the_workers_save(launching, number: int) -> None:
-    launched = launching(ranks=2, **SLOWLY)
+    launched = launching(ranks=2, FAKE_STEP_S="0.05", **HELD)
     launched.until_step(7)
     launched.process.send_signal(number)
+    launched.until(lambda: "term" in launched.events())
+    launched.let_go_on()
     assert launched.wait() == 4, launched.told()
     assert launched.run.checkpoints()[-1] >= 7
     again = launching(ranks=2)
@@ -60,7 +63,7 @@ def test_a_supervisor_told_to_stop_lets_the_workers_save(launching, number: int)
 
 
 def test_a_supervisor_told_twice_kills_the_workers(launching) -> None:
-    launched = launching(fault={"kind": "hang_in_compute", "step": 7})
+    launched = launching(fault={"kind": "hang_in_compute", "step": 7}, PATIENCE="1", TERM_S="20")
     launched.until_step(7)
     worker = ProcessId.of(launched.worker_pid())
     launched.process.terminate()
@@ -71,7 +74,7 @@ def test_a_supervisor_told_twice_kills_the_workers(launching) -> None:
 
 
 def test_workers_that_do_not_leave_after_term_are_killed(launching) -> None:
-    launched = launching(fault={"kind": "hang_in_compute", "step": 7})
+    launched = launching(fault={"kind": "hang_in_compute", "step": 7}, PATIENCE="1")
     launched.until_step(7)
     launched.process.terminate()
     assert launched.wait() == 4, launched.told()
@@ -80,9 +83,10 @@ def test_workers_that_do_not_leave_after_term_are_killed(launching) -> None:
 
 def test_a_worker_told_to_stop_is_not_restarted(launching) -> None:
     """The operator's `pkill -f train_showcase.py`."""
-    launched = launching(**SLOWLY)
+    launched = launching(**HELD)
     launched.until_step(7)
     os.kill(launched.worker_pid(), signal.SIGTERM)
+    launched.let_go_on()
     assert launched.wait() == 4, launched.told()
     assert launched.events() == ["start", "end"]
 
@@ -91,7 +95,7 @@ def test_a_detached_launch_returns_at_once_and_trains_on_in_its_own_session(laun
     launched = launching(steps=20, detach=True)
     assert launched.wait() == 0
     assert "launched in the background" in launched.told() and str(launched.run.halt) in launched.told()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (launched.run.events.exists() and launched.events()[-1] == "end"):
         assert time.monotonic() < deadline
         time.sleep(0.05)

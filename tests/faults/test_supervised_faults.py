@@ -1,6 +1,5 @@
 """Faults of workers, checkpoints and supervisors, with real processes under a real supervisor."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from tamis.run.checkpoints import latest_valid_checkpoint
 from tamis.run.events import read_events
 from tamis.run.lock import ProcessId
 from tests.faults.fake_trainer import SAVE_STAGES
-from tests.faults.launched import assert_ends_as_unbroken, tiny_config
+from tests.faults.launched import HURRIED, PATIENCE_S, assert_ends_as_unbroken, tiny_config
 
 
 def test_a_run_without_faults_ends_with_code_zero_and_is_streamed_to_screen_and_log(launching) -> None:
@@ -61,22 +60,24 @@ def test_two_ranks_of_which_one_is_killed_go_on_together(launching) -> None:
 
 
 def test_the_whole_group_killed_at_once_is_restarted(launching) -> None:
-    launched = launching(ranks=2, FAKE_STEP_S="0.05")
+    launched = launching(ranks=2, FAKE_HOLD="12")
     launched.until_step(12)
     pids = [launched.worker_pid(0), launched.worker_pid(1)]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    launched.let_go_on()
     assert launched.wait() == 0, launched.told()
     assert_ends_as_unbroken(launched)
     assert "restart" in launched.events()
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(launching) -> None:
-    launched = launching(steps=30, FAKE_STEP_S="0.05")
+    launched = launching(steps=30, FAKE_HOLD="17")
     launched.until_step(17)
     newest = launched.run.checkpoint(latest_valid_checkpoint(launched.run) or 0)
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
     os.kill(launched.worker_pid(), signal.SIGKILL)
+    launched.let_go_on()
     assert launched.wait() == 0, launched.told()
     assert_ends_as_unbroken(launched)
     assert "damaged" in launched.events() and f"{newest.name} is not used" in launched.told()
@@ -155,27 +156,29 @@ def test_a_clock_that_jumps_an_hour_disturbs_nobody(launching, seconds: float) -
 
 
 def test_a_half_written_heartbeat_disturbs_nobody(launching) -> None:
-    launched = launching(FAKE_STEP_S="0.03")
+    launched = launching(FAKE_HOLD="7")
     launched.until_step(7)
     with open(launched.run.heartbeat(0), "a") as file:
         file.write('{"ts":17947254')
+    launched.let_go_on()
     assert launched.wait() == 0, launched.told()
     assert launched.events() == ["start", "end"]
 
 
 def test_a_soak_with_step_times_varying_tenfold_raises_no_alarm(launching) -> None:
-    """Short, with real processes and a stall limit fifty times stricter; the hours are in the simulated soak."""
-    launched = launching(ranks=2, steps=120, FAKE_STEP_S="0.01", FAKE_VARIATION="1")
+    """Short, with real processes and a stall limit many times stricter; the hours are in the simulated soak."""
+    launched = launching(ranks=2, steps=120, FAKE_STEP_S="0.01", FAKE_VARIATION="1", **HURRIED)
     assert launched.wait() == 0, launched.told()
     assert launched.events() == ["start", "end"]
 
 
 def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_the_run(launching) -> None:
-    first = launching(ranks=2, steps=60, FAKE_STEP_S="0.05", FAKE_CHATTER="1000")
-    first.until_step(7)
+    first = launching(ranks=2, steps=60, FAKE_HOLD="7", FAKE_CHATTER="1000")
+    first.until_step(7, ranks=2)
     workers = [ProcessId.of(first.worker_pid(rank)) for rank in (0, 1)]
     first.process.kill()
     first.process.wait()
+    first.let_go_on()
     second = launching(ranks=2, steps=60)
     assert second.wait() == 0, second.told()
     assert not any(worker.is_alive() for worker in workers)
@@ -186,8 +189,8 @@ def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_th
 
 
 def test_ranks_that_outlive_a_killed_torchrun_are_gone_before_the_next_start(launching) -> None:
-    launched = launching(ranks=2, fault={"kind": "hang_in_compute", "rank": 1, "step": 13}, FAKE_STEP_S="0.03")
-    launched.until_step(13)
+    launched = launching(ranks=2, fault={"kind": "hang_in_compute", "rank": 1, "step": 13}, PATIENCE="1")
+    launched.until_step(13, ranks=2)
     ranks = [ProcessId.of(launched.worker_pid(rank)) for rank in (0, 1)]
     os.kill(psutil.Process(ranks[0].pid).ppid(), signal.SIGKILL)
     launched.until(lambda: launched.events().count("start") == 2)
@@ -201,9 +204,10 @@ import subprocess, sys, time
 from pathlib import Path
 disk, screen = Path(sys.argv[1]), Path(sys.argv[2])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(disk)], check=True)
-from tests.faults.launched import Launched, assert_ends_as_unbroken, tiny_config
+from tests.faults.launched import HURRIED, Launched, assert_ends_as_unbroken, tiny_config
 outside = screen.open("wb")
-launched = Launched(tiny_config(disk / "out", steps=160), stdout=outside.fileno(), FAKE_STEP_S="0.05")
+slowly = dict(HURRIED, FAKE_STEP_S="0.05")
+launched = Launched(tiny_config(disk / "out", steps=240), stdout=outside.fileno(), **slowly)
 launched.until_step(7)
 filler = disk / "filler"
 try:
@@ -230,27 +234,29 @@ def test_a_full_disk_is_told_and_neither_trainer_nor_supervisor_dies_of_it(tmp_p
         [*script, str(tmp_path / "disk"), str(tmp_path / "screen")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * PATIENCE_S,
         cwd=Path(__file__).parents[2],
     )
     assert result.returncode == 0, result.stderr + (tmp_path / "screen").read_text()
 
 
 def test_two_launches_never_share_a_directory(launching) -> None:
-    first = launching(steps=40, FAKE_STEP_S="0.05")
+    first = launching(FAKE_HOLD="3")
     first.until_step(3)
-    second = launching(steps=40)
+    second = launching()
     assert second.wait() == 2
+    first.let_go_on()
     assert "belongs to a running launch" in second.told() and str(first.process.pid) in second.told()
     assert first.wait() == 0, first.told()
     assert_ends_as_unbroken(first)
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(launching) -> None:
-    launched = launching(steps=30, FAKE_STEP_S="0.03")
+    launched = launching(FAKE_HOLD="5")
     launched.until_step(5)
     launched.process.send_signal(signal.SIGHUP)
     os.kill(launched.worker_pid(), signal.SIGHUP)
+    launched.let_go_on()
     assert launched.wait() == 0, launched.told()
     assert_ends_as_unbroken(launched)
 
@@ -265,21 +271,20 @@ def test_a_finished_run_is_not_run_again(launching) -> None:
 def test_the_watchdog_alone_halts_a_run_that_really_stalls(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "out", steps=100)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    fault = json.dumps({"kind": "hang_in_compute", "step": 13, "seconds": 6.0})
     trainer = subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "fake_trainer.py"), "--config", str(tmp_path / "config.yaml")],
-        env={**os.environ, "FAKE_FAULT": fault},
+        env={**os.environ, "FAKE_HOLD": "13"},
     )
     while not (tmp_path / "out" / "heartbeat_rank0.jsonl").exists():
         time.sleep(0.05)
     script = Path(__file__).parents[2] / "scripts" / "_watchdog.py"
-    watchdog = subprocess.run(
-        [sys.executable, str(script), "--dir", str(tmp_path / "out"), "--halt", "1", "--stall-floor", "2"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert watchdog.returncode == 5, watchdog.stdout + watchdog.stderr
-    assert trainer.wait(30) == 3  # it hung for six seconds only, and could still obey the halt
+    command = [sys.executable, str(script), "--dir", str(tmp_path / "out"), "--halt", "1", "--stall-floor", "4"]
+    watchdog = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (tmp_path / "out" / ".HALT").exists() and watchdog.poll() is None:
+        time.sleep(0.05)
+    (tmp_path / "out" / "go_on").touch()  # what hung can still obey the halt
+    told, _ = watchdog.communicate(timeout=PATIENCE_S)
+    assert watchdog.returncode == 5, told
+    assert trainer.wait(PATIENCE_S) == 3
     assert (tmp_path / "out" / ".anomaly_type").read_text().startswith("stuck_in_compute\n")
     assert list((tmp_path / "out").glob("stackdump_rank0_*.txt"))

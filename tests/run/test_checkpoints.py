@@ -11,7 +11,6 @@ from tamis.run.checkpoints import (
     remove_leftovers,
     require_valid,
     retire,
-    verify,
     write_manifest,
 )
 from tamis.run.directory import RunDirectory
@@ -37,7 +36,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def test_an_untouched_checkpoint_is_valid(run: RunDirectory) -> None:
-    assert verify(run.manifest(30)) and latest_valid_checkpoint(run) == 30
+    assert damage(run.manifest(30)) is None and latest_valid_checkpoint(run) == 30
     require_valid(run.checkpoint(30))
 
 
@@ -82,7 +81,7 @@ def test_retention_never_counts_a_cut_short_checkpoint_as_kept(run: RunDirectory
     run.checkpoint(40).write_bytes(b"no manifest")
     run.checkpoint(30).write_bytes(b"truncated")
     assert retire(run, keep=2) == []
-    assert verify(run.manifest(10)) and verify(run.manifest(20))
+    assert damage(run.manifest(10)) is None and damage(run.manifest(20)) is None
 
 
 def test_temporary_files_of_killed_saves_are_removed(run: RunDirectory) -> None:

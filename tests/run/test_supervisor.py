@@ -41,7 +41,7 @@ def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: P
     script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
     workers = Workers([sys.executable, "-c", script], tmp_path / "log", Screen())
     workers.close()
-    assert workers.exit_code() == 7
+    assert workers.process.returncode == 7
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
 
 
