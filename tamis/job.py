@@ -83,9 +83,11 @@ def _hand_over(config: Config, run_dir: Path, code: int, began: float) -> None:
     if code == ExitCode.DONE:
         write_eta(run_dir / "run.info", "done")
         _compare_with_counting(config, run)
-        _show_sample(config, run)
+        sample = _start_sample(config, run)  # beside the bundle: each waits mostly for its own start of torch
         if _was_trained_since(run, began):  # else its bundle is there already
             handoff(run.path, say=_say)
+        if sample is not None:
+            _show_sample(config, sample)
     _say(f"logs: {run_dir}   model and curves: {run.path}   report: {write_report(run)}")
 
 
@@ -109,17 +111,22 @@ def _compare_with_counting(config: Config, run: RunDirectory) -> None:
     )
 
 
-def _show_sample(config: Config, run: RunDirectory) -> None:
+def _start_sample(config: Config, run: RunDirectory) -> subprocess.Popen[str] | None:
     step = latest_valid_checkpoint(run)
     if config.train.sample_prompt is None or step is None:
-        return
-    _say(f"the model continues {config.train.sample_prompt!r}:")
+        return None
     command = [sys.executable, "-m", "tamis.cli", "generate", str(run.checkpoint(step))]
     command += ["--prompt", config.train.sample_prompt, "--max-new-tokens", str(SAMPLE_TOKENS)]
-    result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
-    print(flush=True)
-    if result.returncode:
-        _say(f"no sample: {result.stderr.strip()}")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _show_sample(config: Config, sample: subprocess.Popen[str]) -> None:
+    text, problem = sample.communicate()
+    if sample.returncode:
+        _say(f"no sample: {problem.strip()}")
+    else:
+        _say(f"the model continues {config.train.sample_prompt!r}:")
+        print(text, flush=True)
 
 
 def _say(text: str) -> None:
