@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from tamis.cli import app
 from tamis.config import build_config, load_config
 from tamis.run.checkpoints import latest_valid_checkpoint
-from tests.checkout import MINIATURE, ROOT, Checkout, Done, make_checkout
+from tests.checkout import MINIATURE, ROOT, TIMEOUT_S, Checkout, Done, make_checkout
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))
 NOT_OURS = (
@@ -39,6 +39,7 @@ NOT_OURS = (
     "ls ",
 )
 SMALL = " ".join(MINIATURE)
+pytestmark = pytest.mark.timeout(900)  # up to a dozen processes that load torch, one after the other
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
 
 
@@ -175,7 +176,7 @@ def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(checkout: Checkou
     resumed = ok(checkout.run(start.replace("{N}", "3") + f" {small} train.steps=6"))
     assert "2 × CPU" in resumed
     assert steps_logged(checkout, out) == [1, 2, 3, 4, 5, 6]
-    assert "step,loss,lr,toks_per_s" in checkout.run("timeout 1 " + command(0, "tail -f"))
+    assert "step,loss,lr,toks_per_s" in checkout.run("timeout 3 " + command(0, "tail -f"))
     assert "DONE" in ok(checkout.run(command(0, "tamis monitor")))
     assert "report.html" in ok(checkout.run(command(0, "tamis report")))
     bundle = checkout.run(command(0, "tamis handoff"))
@@ -229,7 +230,6 @@ def test_production_scripts_refuse_at_once_without_a_gpu(checkout: Checkout) -> 
     ok(checkout.run(command(1, "pkill", "|| true")))
 
 
-@pytest.mark.timeout(900)  # a dozen processes that load torch, one after the other
 def test_production_launch_in_miniature(checkout: Checkout) -> None:
     """Preflight, causality, phases, a look, stacks, a halt, a relaunch that goes on exactly, summary and bundle."""
     out = "artifacts/m7c_125m_2xa100_prod"
@@ -243,9 +243,9 @@ def test_production_launch_in_miniature(checkout: Checkout) -> None:
     assert "Causality test: 3/3 passed" in checkout.pane
     assert checkout.pane.count("GO (") == 5  # the quick preflight, the whole one, and three phases
     ok(checkout.run(command(2, "pgrep", "kill -USR1")))
-    assert '"step_end"' in checkout.run("timeout 1 " + command(1, "tail -f", "heartbeat"))
+    assert '"step_end"' in checkout.run("timeout 3 " + command(1, "tail -f", "heartbeat"))
     ok(checkout.run(command(1, "touch")))
-    assert launch.wait(60) == 3, checkout.pane
+    assert launch.wait(TIMEOUT_S) == 3, checkout.pane
     assert ok(checkout.run(command(1, "ls artifacts"))).count("stackdump_rank") >= 2
     halted_at = latest_valid_checkpoint(checkout.path / out)
     assert halted_at == steps_logged(checkout, out)[-1] < 300
@@ -319,8 +319,8 @@ def test_what_to_do_when_it_seems_stuck(checkout: Checkout) -> None:
     watchdog = command(2, "_watchdog.py").replace("m7c_125m_2xa100_prod", "m7c_125m")
     watching = checkout.start(watchdog)
     ok(checkout.run("kill " + pid))
-    assert run.wait(25) == 4
-    assert watching.wait(30) == 0
+    assert run.wait(TIMEOUT_S) == 4
+    assert watching.wait(TIMEOUT_S) == 0
     assert steps_logged(checkout, "artifacts/m7c_125m")[-1] < steps
 
 

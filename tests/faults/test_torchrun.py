@@ -12,7 +12,7 @@ from tests.faults.forking_trainer import tiny_real_config
 from tests.faults.launched import Launched
 from tests.faults.test_real_trainer import assert_same_end
 
-STEPS = 40
+STEPS = 120  # so many that none of them is done while it is looked for
 
 
 class LaunchedForReal(Launched):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tamis.config import Config, load_config
 
@@ -39,7 +40,7 @@ TINY = [
     "data.prefetch_batches=1",
     "runtime.weight_check_every=1",
 ]
-WAIT_S = 120.0  # far more than anything here takes: a hang must fail the test, not the suite
+WAIT_S = 200.0  # far more than anything here takes: a hang must fail the test, not the suite
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -86,10 +87,11 @@ class Ranks:
 def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *arguments: Any) -> Iterator[Ranks]:
     """Start `body(*arguments)` in as many processes; whatever still lives at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    # We keep the meeting place, as torchrun does: a port that is only looked up can be gone when a rank wants it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
-        context.Process(target=_be_rank, args=(rank, world_size, port, str(logs[rank]), body, arguments))
+        context.Process(target=_be_rank, args=(rank, world_size, store.port, str(logs[rank]), body, arguments))
         for rank in range(world_size)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +117,7 @@ def run_ranks(folder: Path, world_size: int, body: Callable[..., int | None], *a
 def _be_rank(rank: int, world_size: int, port: int, log: str, body: Callable[..., int | None], arguments: Any) -> None:
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
