@@ -17,7 +17,10 @@ from tamis.run.hardware import choose_config, read_gpus
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="CONFIG|SECTION.KEY=VALUE", help="a YAML file, and changes to single keys on top"),
+    typer.Argument(
+        metavar="CONFIG|SECTION.KEY=VALUE",
+        help="a YAML file (else $CONFIG), and changes to single keys, as train.steps=100",
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir")]
 
@@ -43,6 +46,8 @@ def plain(parameters: list[Any]) -> list[Any]:
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
+        if getattr(parameter, "min", None) is not None and parameter.metavar is None:
+            parameter.metavar = "N"
         if parameter.param_type_name == "argument" and parameter.metavar is not None:
             parameter.display_type_rich = lambda ctx: None  # its name says it: RUN, CONFIG|SECTION.KEY=VALUE
     return parameters

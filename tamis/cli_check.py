@@ -112,7 +112,7 @@ def config_show(words: Words = None) -> None:
 
 
 @config_verb("validate")
-def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files")]) -> None:
+def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files")]) -> None:
     """Check configuration files; every problem is named with its key.
 
     Example: tamis config validate configs/*.yaml

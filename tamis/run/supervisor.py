@@ -221,7 +221,8 @@ class Supervisor:
         last, validated = self.config.train.steps, CsvLog(self.run.val_csv, VAL_HEADER).steps()
         complete = checkpoint == self.run.checkpoint(last) and (last in validated or not self.config.train.csv)
         if complete:
-            self.events.record("end", f"{checkpoint.name} is the last step: nothing left to do", exit_code=0)
+            further = "raise train.steps to go on, or name another train.out_dir to begin anew"
+            self.events.record("end", f"{checkpoint.name} is the last step: nothing left to do; {further}", exit_code=0)
         return complete
 
     def _pause(self, seconds: float) -> int | None:
