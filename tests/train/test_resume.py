@@ -1,7 +1,10 @@
 """Exact resume: a run that is killed again and again, or moved to other processes, ends as if nothing had happened."""
 
+import os
 import random
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,11 @@ from torch import Tensor
 from tamis.config import Config
 from tamis.data.loader import Batch, Loader
 from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import read_heartbeats
 from tamis.train import main
 from tamis.train.checkpoint import read_checkpoint
+from tamis.train.session import Session
 from tamis.train.sharded_checkpoint import flatten
-from tests.train.processes import ranks, run_ranks, tiny_config, train_rank, wait_until
+from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
 
 KILLS = 10
 STEPS = 66
@@ -44,9 +47,19 @@ def rows(path: Path, measured_columns: int = 0) -> list[list[str]]:
     return [row[: len(row) - measured_columns] for row in cells]
 
 
-def last_step(run: RunDirectory) -> int:
-    beats = read_heartbeats(run.heartbeat(0), tail=1)
-    return beats[-1].step if beats else 0
+def killed_at(config: Config, step: int, delay_s: float) -> int:
+    """Killed some time after that step has begun, wherever it is then; it never gets much further than that."""
+    train_once = Session.train_once
+
+    def watched(session: Session) -> None:
+        if session.step + 1 == step:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if session.step + 1 == step + 4:
+            time.sleep(600)
+        train_once(session)
+
+    Session.train_once = watched  # type: ignore[method-assign]
+    return main.train_config(config, "auto")
 
 
 def test_a_run_killed_ten_times_ends_bit_identical_to_an_unbroken_one(tmp_path: Path) -> None:
@@ -54,12 +67,9 @@ def test_a_run_killed_ten_times_ends_bit_identical_to_an_unbroken_one(tmp_path: 
     run_ranks(tmp_path / "logs", 1, train_rank, unbroken)
     run, dice = RunDirectory(broken.train.out_dir), random.Random(7)
     for kill in range(KILLS):
-        at = kill * 6 + dice.randint(1, 6)
-        with ranks(tmp_path / f"kill{kill}", 1, train_rank, broken, "auto") as running:
-            wait_until(lambda at=at: last_step(run) >= at, f"step {at} has begun")
-            running.signal(0, signal.SIGKILL)
-            assert running.wait() == [-signal.SIGKILL]
-    assert last_step(run) < STEPS
+        at, delay_s = kill * 6 + dice.randint(4, 6), dice.uniform(0, 0.04)
+        with ranks(tmp_path / f"kill{kill}", 1, killed_at, broken, at, delay_s) as running:
+            assert running.wait() == [-signal.SIGKILL], running.output()
     run_ranks(tmp_path / "last", 1, train_rank, broken, "auto")
     whole = RunDirectory(unbroken.train.out_dir)
     assert_same_bits(tensors(run, STEPS), tensors(whole, STEPS))
