@@ -13,7 +13,8 @@ from typing import Any
 import typer
 
 from tamis import cli_check, cli_measure, cli_train, cli_use, cli_watch
-from tamis.cli_base import Verbs, loading_torch
+from tamis.cli_base import loading_torch
+from tamis.cli_help import Verbs
 from tamis.legacy import Request, parse
 from tamis.run.exit_codes import ExitCode
 from tamis.run.lock import RunLocked

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from tamis import __version__
 from tamis.config import Config, ConfigError, known_keys, load_config
@@ -25,32 +24,6 @@ Words = Annotated[
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir")]
 
 TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
-
-
-class Verb(TyperCommand):
-    """A command whose help is for people."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return plain(super().get_params(ctx))
-
-
-class Verbs(TyperGroup):
-    """The same for a command with commands of its own."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return plain(super().get_params(ctx))
-
-
-def plain(parameters: list[Any]) -> list[Any]:
-    """Without the types that typer shows beside everything, where they teach nothing."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""
-        if getattr(parameter, "min", None) is not None and parameter.metavar is None:
-            parameter.metavar = "N"
-        if parameter.param_type_name == "argument" and parameter.metavar is not None:
-            parameter.display_type_rich = lambda ctx: None  # its name says it: RUN, CONFIG|SECTION.KEY=VALUE
-    return parameters
 
 
 def resolve(words: list[str] | None, default: str | None = None) -> Config:

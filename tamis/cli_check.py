@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli_base import CHECK, Verb, Verbs, Words, loading_torch, resolve, resolve_for_this_machine
+from tamis.cli_base import CHECK, Words, loading_torch, resolve, resolve_for_this_machine
+from tamis.cli_help import Verb, Verbs
 from tamis.cli_waiting import announced
 from tamis.config import ConfigError, load_config
 from tamis.run.exit_codes import ExitCode
@@ -49,8 +50,8 @@ def verify(words: Words = None) -> None:
 
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
-    loading_torch()
     resolved = resolve(words)
+    loading_torch()
     from tamis.train.selfcheck import report
 
     with announced(f"proving a fresh {resolved.model.name} on this device"):
@@ -67,8 +68,8 @@ def causality(
 
     Example: tamis causality configs/m7c_125m_2xa100_production.yaml --full
     """
-    loading_torch()
     resolved = resolve(words)
+    loading_torch()
     from tamis.train.causality import causality as test
 
     with announced(f"testing a fresh {resolved.model.name}"):
@@ -88,9 +89,9 @@ def estimate(
 
     Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
     """
+    resolved = resolve_for_this_machine(words)
     if not json:
         loading_torch()
-    resolved = resolve_for_this_machine(words)
     from tamis.train.estimate import report
 
     with announced(f"measuring a few steps of {resolved.model.name}"):

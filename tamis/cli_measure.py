@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli_base import MEASURE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.cli_base import MEASURE, Words, loading_torch, resolve
+from tamis.cli_help import Verb, Verbs
 from tamis.cli_waiting import announced
 
 app = typer.Typer()
@@ -32,8 +33,8 @@ def profile(
 
     Example: tamis profile configs/m7c_125m_80g.yaml --steps 10
     """
-    loading_torch()
     resolved = resolve(words)
+    loading_torch()
     from tamis.train.profiling import profile as profiled
 
     with announced(f"profiling {resolved.model.name}"):
@@ -74,8 +75,8 @@ def bench_paths(
 
     Example: tamis bench paths configs/m7c_125m_2xa100_production.yaml --steps 20
     """
-    loading_torch()
     resolved = resolve(words)
+    loading_torch()
     from tamis.bench.paths import compare
 
     with announced(f"measuring {warmup} + {steps} steps of each path"):

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli_base import TRAIN, RunDir, Verb, Words, loading_torch, resolve_for_this_machine, split
+from tamis.cli_base import TRAIN, RunDir, Words, loading_torch, resolve_for_this_machine, split
+from tamis.cli_help import Verb
 from tamis.config import ConfigError
 
 app = typer.Typer()
@@ -50,8 +51,8 @@ def train(
 
       tamis train configs/m7c_125m_80g.yaml train.steps=1000 --resume auto
     """
-    loading_torch()
     resolved = resolve_for_this_machine(words)
+    loading_torch()
     from tamis.train.main import train_config
 
     raise typer.Exit(train_config(resolved, resume))

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli_base import USE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.cli_base import USE, Words, loading_torch, resolve
+from tamis.cli_help import Verb, Verbs
 from tamis.cli_waiting import announced
 
 app = typer.Typer()

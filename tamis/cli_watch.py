@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli_base import WATCH, RunDir, Verb
+from tamis.cli_base import WATCH, RunDir
+from tamis.cli_help import Verb
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
