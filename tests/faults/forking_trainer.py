@@ -24,7 +24,7 @@ from tamis.run.heartbeat import Heartbeat, HeartbeatFollower
 from tamis.run.records import write_text_atomic
 from tests.faults.launched import as_operators_do
 
-PATIENCE_S = 90.0
+PATIENCE_S = 250.0  # a hang must fail the test, not a machine that is busy
 
 
 def corpus() -> str:
@@ -105,7 +105,8 @@ class RealTrainer:
         return self.server.ended()[self.pid]
 
     def output(self) -> str:
-        return (self.run.path / "output").read_text(errors="replace")
+        path = self.run.path / "output"
+        return path.read_text(errors="replace") if path.exists() else "nothing yet"
 
 
 class TrainerServer:

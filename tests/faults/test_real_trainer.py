@@ -25,6 +25,7 @@ from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_c
 from tests.faults.launched import as_operators_do, with_patience
 
 SEEDS = range(30)
+pytestmark = pytest.mark.timeout(900)  # up to ten runs in one test
 ROOT = Path(__file__).parents[2]
 
 
@@ -228,7 +229,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only_and_the_run_goes_on(tmp_path:
     (tmp_path / "config.yaml").write_text(tiny_real_config(disk / "out", steps=12, eval_every=0).to_yaml())
     script = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK, str(disk)]
     result = subprocess.run(
-        script, capture_output=True, text=True, timeout=120, env=as_operators_do(), cwd=Path(__file__).parents[2]
+        script, capture_output=True, text=True, timeout=600, env=as_operators_do(), cwd=Path(__file__).parents[2]
     )
     assert result.returncode == 0, result.stderr
     code, output, newest, again, more_output, last, rows = json.loads(result.stdout.splitlines()[-1])
