@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.spec import NSASpec, check_inputs, check_queries
+from tamis.attention.checks import check_branch, check_inputs, compressed_blocks
+from tamis.attention.spec import NSASpec
 
 Backend = Literal["auto", "reference", "triton"]
 
@@ -47,7 +48,7 @@ def nsa_attention(
 
 def select_blocks(q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto") -> Tensor:
     """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last."""
-    check_queries(q, k_cmp, spec)
+    check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp)
     if not _use_kernels(q, backend):
         return reference.select_blocks(q, k_cmp, spec)
     from tamis.attention import op

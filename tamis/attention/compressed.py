@@ -5,11 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from tamis.attention import banded
+from tamis.attention.checks import check_branch, check_contiguous, check_gradients, check_rows, compressed_blocks
 from tamis.attention.spec import NSASpec
 
 
-def compressed_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, start: int = 0) -> tuple[Tensor, Tensor]:
+def compressed_forward(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, start: int = 0, trusted: bool = False
+) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
+    if not trusted:
+        check_branch(q, compressed_blocks(q, spec, start), k_cmp=k_cmp, v_cmp=v_cmp)
     return banded.forward(q, k_cmp, v_cmp, spec.l, spec.d, window=0, start=start)
 
 
@@ -24,6 +29,12 @@ def compressed_backward(
     dq: Tensor,
     spec: NSASpec,
     accumulate_dq: bool,
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of the compressed keys and values; `dq` is written, or added to."""
+    if not trusted:
+        check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp, v_cmp=v_cmp)
+        check_gradients(q, dout, dq)
+        check_contiguous(dq=dq)
+        check_rows(q, lse=lse, gate=gate, delta=delta)
     return banded.backward(q, k_cmp, v_cmp, lse, dout, gate, delta, dq, accumulate_dq, spec.l, spec.d, window=0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tamis.attention import reference
 from tamis.attention.backend import why_no_kernels
+from tamis.attention.checks import check_caches, check_like, check_positions, check_queries, check_start
 from tamis.attention.spec import NSASpec
 
 Caches = tuple[Tensor, Tensor, Tensor]  # compressed, selected, window
@@ -29,6 +30,7 @@ def tile_attention(
 ) -> tuple[Tensor, Tensor]:
     """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
     caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
+    _check_tile(q_BSHD, caches, gates_BSH3, spec, start, first_key)
     attend = kernel_tile if _use_kernels(q_BSHD, kernels) else reference_tile
     out, ids_BSGn = attend(q_BSHD, caches, gates_BSH3, spec, start, first_key)
     return out, ids_BSGn[:, -1]
@@ -72,14 +74,17 @@ def decode_attention(
     """One query per sequence, at `positions_B`, over caches that already hold its own key and value.
 
     Returns the mixed output `[B,H,D]`, the chosen blocks `[B,G,n]` and the keys read `[B,G]`. The window is a ring:
-    token `t` lies in slot `t % W`.
+    token `t` lies in slot `t % W`. The kernels cannot refuse a position: who counts the tokens sees that they fit.
     """
+    _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
     if _use_kernels(q_BHD, kernels):
         from tamis.attention.decode_kernels import decode
 
         return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec)
     outs, chosen = [], []
     for b, position in enumerate(positions_B.tolist()):
+        if not 0 <= position < selected_BT2GD.shape[1]:
+            raise ValueError(f"positions must lie in 0…{selected_BT2GD.shape[1] - 1}, the cache's, got {position}")
         kept = min(spec.w, position + 1)
         slots = torch.arange(position + 1 - kept, position + 1, device=q_BHD.device) % window_BW2GD.shape[1]
         caches = (
@@ -102,6 +107,33 @@ def reads(ids_BGn: Tensor, positions_B: Tensor, spec: NSASpec) -> Tensor:
     first_token = ids_BGn.long() * spec.l_sel
     tokens = (seen_B1[..., None] - first_token).clamp(0, spec.l_sel).where(ids_BGn >= 0, 0)
     return (compressed + tokens.sum(dim=-1) + seen_B1.clamp_max(spec.w)).to(torch.int32)
+
+
+def _check_tile(q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: int, first_key: int) -> None:
+    check_queries(q_BSHD)
+    check_start(start, first_key, spec.w)
+    batch, end = q_BSHD.shape[0], start + q_BSHD.shape[1]
+    rows = (spec.compressed_blocks(end), end, end - first_key)
+    names = ("compressed", "selected", "window")
+    check_caches(q_BSHD, batch, **{name: (x, n, n) for name, x, n in zip(names, caches, rows, strict=True)})
+    check_like("q", q_BSHD, gates=(gates_BSH3, (*q_BSHD.shape[:3], 3)))
+
+
+def _check_step(q_BHD: Tensor, caches: Caches, gates_BH3: Tensor, positions_B: Tensor, spec: NSASpec) -> None:
+    if q_BHD.dim() != 3:
+        raise ValueError(f"q must have 3 dimensions [batch, heads, dim], got {list(q_BHD.shape)}")
+    check_queries(q_BHD[:, None])
+    compressed, selected, window = caches
+    tokens = selected.shape[1] if selected.dim() > 1 else 0
+    check_caches(
+        q_BHD,
+        q_BHD.shape[0],
+        compressed=(compressed, spec.compressed_blocks(tokens), None),
+        selected=(selected, 1, None),
+        window=(window, min(spec.w, tokens), None),
+    )
+    check_like("q", q_BHD, gates=(gates_BH3, (*q_BHD.shape[:2], 3)))
+    check_positions(positions_B, q_BHD)
 
 
 def _use_kernels(q: Tensor, kernels: bool | None) -> bool:

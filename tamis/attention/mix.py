@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.checks import check_contiguous, check_like, check_queries
 from tamis.attention.tiles import padded, unit_last_stride
 
 ELEMENTS = 4096  # per program
@@ -54,8 +55,10 @@ def _delta_kernel(
         tl.store(delta + at_scalar, gate * product, mask=alive)
 
 
-def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
+def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False) -> Tensor:
     """`Σ gate·branch`; branches `[B,S,H,D]` and gates `[B,S,H,3]`, all contiguous."""
+    if not trusted:
+        _check(cmp, sel, win, gates)
     D = cmp.shape[3]
     rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
     out = torch.empty_like(cmp)
@@ -63,8 +66,13 @@ def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> Tensor:
     return out
 
 
-def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mix_backward(
+    dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """dgates `[B,S,H,3]`; and for the branches' kernels the gates and `gate·<dout, branch>`, `[3,B,H,S]` float32."""
+    if not trusted:
+        _check(cmp, sel, win, gates)
+        check_like("cmp", cmp, dout=(dout, tuple(cmp.shape)))
     dout = unit_last_stride(dout)
     B, S, H, D = cmp.shape
     rows, block = B * S * H, max(1, ELEMENTS // padded(D))
@@ -75,3 +83,10 @@ def mix_backward(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Ten
         D=D, DP=padded(D), BM=block, num_warps=4,
     )  # fmt: skip
     return dgates, weights, delta
+
+
+def _check(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> None:
+    check_queries(cmp, "cmp")
+    shape = tuple(cmp.shape)
+    check_like("cmp", cmp, sel=(sel, shape), win=(win, shape), gates=(gates, (*shape[:3], 3)))
+    check_contiguous(cmp=cmp, sel=sel, win=win, gates=gates)

@@ -1,7 +1,8 @@
 """The kernels as one torch operation: a forward and a backward op with fake implementations, tied by autograd.
 
 Safe under torch.compile (no graph break) and CUDA graphs (nothing is read by the host, no grid depends on data).
-The spec travels as its five whole numbers, since an operation's arguments are tensors and numbers.
+The spec travels as its five whole numbers, since an operation's arguments are tensors and numbers. Inputs were checked
+before they come here, and nothing is checked again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -46,14 +47,14 @@ def attend(
     """What `nsa_forward` gives, of queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
     with marked("compressed"):
-        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start)
+        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, trusted=True)
     with marked("selection"):
-        ids = select_from_lse(q, k_cmp, lse_cmp, spec, start)
+        ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, trusted=True)
     with marked("selected"):
-        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start)
+        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, trusted=True)
     with marked("window"):
-        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key)
-    out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous())
+        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, trusted=True)
+    out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
 
@@ -87,16 +88,16 @@ def nsa_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = NSASpec(*spec), gates.contiguous()
-    dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates)
+    dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
-        q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, accumulate_dq=False
+        q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, trusted=True
     )
     dk_cmp, dv_cmp = compressed_backward(
-        q, k_cmp, v_cmp, lse_cmp, dout, weights[COMPRESSED], delta[COMPRESSED], dq, geometry, accumulate_dq=True
+        q, k_cmp, v_cmp, lse_cmp, dout, weights[COMPRESSED], delta[COMPRESSED], dq, geometry, True, trusted=True
     )
     dk_win, dv_win = window_backward(
-        q, k_win, v_win, lse_win, dout, weights[WINDOW], delta[WINDOW], dq, geometry, accumulate_dq=True
+        q, k_win, v_win, lse_win, dout, weights[WINDOW], delta[WINDOW], dq, geometry, True, trusted=True
     )
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
@@ -124,8 +125,8 @@ nsa_forward.register_autograd(_gradients, setup_context=_save)
 def select_blocks(q: Tensor, k_cmp: Tensor, spec: list[int]) -> Tensor:
     """Block ids alone; the compressed branch runs for its log-sum-exp."""
     geometry = NSASpec(*spec)
-    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry)
-    return select_from_lse(q, k_cmp, lse, geometry)
+    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True)
+    return select_from_lse(q, k_cmp, lse, geometry, trusted=True)
 
 
 @select_blocks.register_fake

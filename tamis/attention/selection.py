@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
 
@@ -194,8 +195,13 @@ def _top_kernel(
     tl.store(at_ids, chosen, mask=alive[:, None] & (slot < N_SEL))
 
 
-def select_from_lse(q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
+def select_from_lse(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: int = 0, trusted: bool = False
+) -> Tensor:
     """Ids `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end; `lse` is the compressed branch's `[B,H,S]`."""
+    if not trusted:
+        check_branch(q, compressed_blocks(q, spec, start), k_cmp=k_cmp)
+        check_rows(q, lse=lse)
     q, k_cmp = unit_last_stride(q), unit_last_stride(k_cmp)
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]

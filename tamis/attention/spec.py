@@ -1,15 +1,11 @@
 """The geometry of Native Sparse Attention: block sizes, and which blocks exist, overlap and are visible.
 
-No tensors here but the input check, so that every other file of this room agrees on one set of numbers.
+No tensors here, so that every other file of this room agrees on one set of numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORCED_BLOCKS = 3  # block 0 and the two newest, always chosen
 
@@ -71,60 +67,3 @@ class NSASpec:
     def reads_per_token(self, context: int) -> int:
         """Keys a query at the end of `context` tokens reads: compressed, selected and window, by formula."""
         return self.compressed_blocks(context) + self.n_sel * self.l_sel + min(self.w, context)
-
-
-def check_inputs(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    spec: NSASpec,
-) -> None:
-    """Raise a ValueError that says what was expected if the inputs of `nsa_attention` do not fit together."""
-    check_queries(q, k_cmp, spec)
-    batch, tokens, heads, dim = q.shape
-    groups = k_cmp.shape[2]
-    expected = {
-        "k_cmp": (k_cmp, (batch, spec.compressed_blocks(tokens), groups, dim)),
-        "v_cmp": (v_cmp, (batch, spec.compressed_blocks(tokens), groups, dim)),
-        "k_sel": (k_sel, (batch, tokens, groups, dim)),
-        "v_sel": (v_sel, (batch, tokens, groups, dim)),
-        "k_win": (k_win, (batch, tokens, groups, dim)),
-        "v_win": (v_win, (batch, tokens, groups, dim)),
-        "gates": (gates, (batch, tokens, heads, 3)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        _check_same_kind(name, tensor, q)
-
-
-def check_queries(q: Tensor, k_cmp: Tensor, spec: NSASpec) -> None:
-    """The part of the check that selection shares: queries against compressed keys."""
-    if q.dim() != 4 or k_cmp.dim() != 4:
-        raise ValueError(f"q and k_cmp must have 4 dimensions, got q {list(q.shape)} and k_cmp {list(k_cmp.shape)}")
-    if not q.is_floating_point():
-        raise ValueError(f"q must be a floating-point tensor, got {q.dtype}")
-    batch, tokens, heads, dim = q.shape
-    if min(q.shape) < 1:
-        raise ValueError(f"q [batch, tokens, heads, dim] must have no empty dimension, got {list(q.shape)}")
-    groups = k_cmp.shape[2]
-    if groups < 1 or heads % groups:
-        raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads and {groups} groups")
-    shape = (batch, spec.compressed_blocks(tokens), groups, dim)
-    if tuple(k_cmp.shape) != shape:
-        raise ValueError(
-            f"k_cmp must have shape {list(shape)} for q {list(q.shape)} and {spec}, got {list(k_cmp.shape)}"
-        )
-    _check_same_kind("k_cmp", k_cmp, q)
-
-
-def _check_same_kind(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.dtype != q.dtype:
-        raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")

@@ -5,13 +5,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from tamis.attention import banded
+from tamis.attention.checks import (
+    check_branch,
+    check_contiguous,
+    check_gradients,
+    check_queries,
+    check_rows,
+    check_start,
+)
 from tamis.attention.spec import NSASpec
 
 
 def window_forward(
-    q: Tensor, k_win: Tensor, v_win: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+    q: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    spec: NSASpec,
+    start: int = 0,
+    first_key: int = 0,
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key is that of position `first_key`."""
+    if not trusted:
+        check_queries(q)
+        check_start(start, first_key, spec.w)
+        check_branch(q, start + q.shape[1] - first_key, k_win=k_win, v_win=v_win)
     return banded.forward(q, k_win, v_win, length=1, stride=1, window=spec.w, start=start - first_key)
 
 
@@ -26,8 +44,15 @@ def window_backward(
     dq: Tensor,
     spec: NSASpec,
     accumulate_dq: bool,
+    trusted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of the window's keys and values; `dq` is written, or added to."""
+    if not trusted:
+        check_queries(q)
+        check_branch(q, q.shape[1], k_win=k_win, v_win=v_win)
+        check_gradients(q, dout, dq)
+        check_contiguous(dq=dq)
+        check_rows(q, lse=lse, gate=gate, delta=delta)
     return banded.backward(
         q, k_win, v_win, lse, dout, gate, delta, dq, accumulate_dq, length=1, stride=1, window=spec.w
     )

@@ -130,8 +130,8 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
 
     yield pair(
         "selected",
-        lambda: selected_forward(q, k_sel, v_sel, ids, spec),
-        lambda: selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[1], 1, dq, spec, False),
+        lambda: selected_forward(q, k_sel, v_sel, ids, spec, trusted=True),
+        lambda: selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[1], 1, dq, spec, False, True),
     )
     if choices != "random":
         return  # the other parts do not depend on what is chosen

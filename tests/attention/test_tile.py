@@ -117,9 +117,9 @@ def test_the_caches_are_read_where_they_lie(poisoned_memory) -> None:  # type: i
     original = op.compressed_forward, op.selected_forward, op.window_forward
 
     def recorded(function):  # type: ignore[no-untyped-def]
-        def call(q, k, v, *rest):  # type: ignore[no-untyped-def]
+        def call(q, k, v, *rest, **options):  # type: ignore[no-untyped-def]
             handed_over.update(x.untyped_storage().data_ptr() for x in (k, v))
-            return function(q, k, v, *rest)
+            return function(q, k, v, *rest, **options)
 
         return call
 

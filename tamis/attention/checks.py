@@ -1,0 +1,160 @@
+"""What attention refuses: tensors that do not fit together. Each message names the tensor and says what was expected.
+
+Nothing here asks a GPU for a value, and so makes the host wait, but `check_ids`. The functions of the branches take
+`trusted=True` from a caller that has checked its inputs already: an op that runs for every layer pays for it once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tamis.attention.spec import NSASpec
+
+
+def check_inputs(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+) -> None:
+    """The inputs of `nsa_attention`."""
+    groups = check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp, v_cmp=v_cmp)
+    check_branch(q, q.shape[1], groups, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
+    check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
+
+
+def check_branch(q: Tensor, tokens: int, groups: int | None = None, **keys_and_values: Tensor) -> int:
+    """Keys and values must be `[batch, tokens, groups, dim]`, of groups that divide the query's heads; the groups."""
+    check_queries(q)
+    batch, _, heads, dim = q.shape
+    for name, tensor in keys_and_values.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, tokens, groups, dim], got {list(tensor.shape)}")
+        groups = tensor.shape[2] if groups is None else groups
+        if groups < 1 or heads % groups:
+            raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads, {groups} groups")
+        check_like("q", q, **{name: (tensor, (batch, tokens, groups, dim))})
+    assert groups is not None
+    return groups
+
+
+def check_queries(q: Tensor, name: str = "q") -> None:
+    """Queries, or what has their shape."""
+    if q.dim() != 4:
+        raise ValueError(f"{name} must have 4 dimensions [batch, tokens, heads, dim], got {list(q.shape)}")
+    if not q.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {q.dtype}")
+    if min(q.shape) < 1:
+        raise ValueError(f"{name} [batch, tokens, heads, dim] must have no empty dimension, got {list(q.shape)}")
+
+
+def compressed_blocks(q: Tensor, spec: NSASpec, start: int = 0) -> int:
+    """How many compressed keys belong to queries from position `start` on."""
+    check_queries(q)
+    check_start(start)
+    return spec.compressed_blocks(start + q.shape[1])
+
+
+def check_start(start: int, first_key: int = 0, window: int = 1) -> None:
+    """Queries from `start` on must find their whole window in keys from `first_key` on."""
+    if start < 0:
+        raise ValueError(f"start must be the position of the first query, 0 or more, got {start}")
+    latest = max(0, start - window + 1)
+    if not 0 <= first_key <= latest:
+        raise ValueError(
+            f"first_key must lie in 0…{latest}, so that the window of {window} of the query at {start} is there, "
+            f"got {first_key}"
+        )
+
+
+def check_like(like_name: str, like: Tensor, **expected: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Shapes as given, dtype and device as those of `like`."""
+    for name, (tensor, shape) in expected.items():
+        _check_shape(name, tensor, shape)
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"{name} must have {like_name}'s dtype {like.dtype}, got {tensor.dtype}")
+        _check_device(name, tensor, like_name, like)
+
+
+def check_gradients(q: Tensor, dout: Tensor, dq: Tensor) -> None:
+    """The output's gradient, and where the query's goes: like q, but that `dq` may be of another precision."""
+    check_like("q", q, dout=(dout, tuple(q.shape)))
+    _check_shape("dq", dq, tuple(q.shape))
+    _check_device("dq", dq, "q", q)
+    if not (dq.is_floating_point() and dq.stride(-1) == 1):
+        raise ValueError(
+            f"dq must be a floating-point tensor of unit stride along the head dim, got {dq.dtype}, strides {dq.stride()}"
+        )
+
+
+def check_rows(q: Tensor, **statistics: Tensor) -> None:
+    """One number per query and head: `[batch, heads, tokens]`, float32, contiguous."""
+    batch, tokens, heads, _ = q.shape
+    for name, tensor in statistics.items():
+        _check_shape(name, tensor, (batch, heads, tokens))
+        _check_device(name, tensor, "q", q)
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous and float32, got {tensor.dtype} with strides {tensor.stride()}"
+            )
+
+
+def check_ids(ids: Tensor, q: Tensor, groups: int, blocks: int, spec: NSASpec) -> None:
+    """Chosen blocks, `[batch, tokens, groups, n_sel]` int32: each once, ascending, then −1 for unused slots."""
+    _check_shape("ids", ids, (*q.shape[:2], groups, spec.n_sel))
+    _check_device("ids", ids, "q", q)
+    if ids.dtype != torch.int32:
+        raise ValueError(f"ids must be int32, got {ids.dtype}")
+    if bool(((ids < -1) | (ids >= blocks)).any()):
+        raise ValueError(
+            f"ids must lie in 0…{blocks - 1}, the blocks there are, or be -1 where unused, "
+            f"got {int(ids.min())}…{int(ids.max())}"
+        )
+    if bool(((ids[..., 1:] <= ids[..., :-1]) & (ids[..., 1:] >= 0)).any()):
+        raise ValueError("ids must be ascending, each block once, and -1 in unused slots after them")
+
+
+def check_caches(q: Tensor, batch: int, **caches: tuple[Tensor, int, int | None]) -> int:
+    """Cached keys and values, `[batch, rows, 2, groups, dim]`, from so many rows to so many; gives the groups."""
+    heads, dim = q.shape[-2:]
+    groups = 0
+    for name, (tensor, least, most) in caches.items():
+        if tensor.dim() != 5:
+            raise ValueError(f"{name} must have 5 dimensions [batch, rows, 2, groups, dim], got {list(tensor.shape)}")
+        groups = groups or tensor.shape[3]
+        if groups < 1 or heads % groups:
+            raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads, {groups} groups")
+        rows = tensor.shape[1]
+        if rows < least or (most is not None and rows > most):
+            raise ValueError(f"{name} must hold {least}{'' if most else ' or more'} rows, got {rows}")
+        check_like("q", q, **{name: (tensor, (batch, rows, 2, groups, dim))})
+    return groups
+
+
+def check_positions(positions_B: Tensor, q_BHD: Tensor) -> None:
+    _check_shape("positions", positions_B, (q_BHD.shape[0],))
+    _check_device("positions", positions_B, "q", q_BHD)
+    if positions_B.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions must be int32 or int64, got {positions_B.dtype}")
+
+
+def check_contiguous(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got shape {list(tensor.shape)}, strides {tensor.stride()}")
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {tensor.device}")
