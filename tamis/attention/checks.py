@@ -82,15 +82,16 @@ def check_like(like_name: str, like: Tensor, **expected: tuple[Tensor, tuple[int
         _check_device(name, tensor, like_name, like)
 
 
-def check_gradients(q: Tensor, dout: Tensor, dq: Tensor) -> None:
-    """The output's gradient, and where the query's goes: like q, but that `dq` may be of another precision."""
+def check_gradients(q: Tensor, dout: Tensor, dq: Tensor, **statistics: Tensor) -> None:
+    """The output's gradient, where the query's goes (like q, but of any precision), and each row's statistics."""
     check_like("q", q, dout=(dout, tuple(q.shape)))
     _check_shape("dq", dq, tuple(q.shape))
     _check_device("dq", dq, "q", q)
     if not (dq.is_floating_point() and dq.stride(-1) == 1):
         raise ValueError(
-            f"dq must be a floating-point tensor of unit stride along the head dim, got {dq.dtype}, strides {dq.stride()}"
+            f"dq must be a floating-point tensor whose last stride is 1, got {dq.dtype} with strides {dq.stride()}"
         )
+    check_rows(q, **statistics)
 
 
 def check_rows(q: Tensor, **statistics: Tensor) -> None:

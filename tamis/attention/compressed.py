@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tamis.attention import banded
-from tamis.attention.checks import check_branch, check_contiguous, check_gradients, check_rows, compressed_blocks
+from tamis.attention.checks import check_branch, check_contiguous, check_gradients, compressed_blocks
 from tamis.attention.spec import NSASpec
 
 
@@ -34,7 +34,6 @@ def compressed_backward(
     """(dk, dv) of the compressed keys and values; `dq` is written, or added to."""
     if not trusted:
         check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp, v_cmp=v_cmp)
-        check_gradients(q, dout, dq)
+        check_gradients(q, dout, dq, lse=lse, gate=gate, delta=delta)
         check_contiguous(dq=dq)
-        check_rows(q, lse=lse, gate=gate, delta=delta)
     return banded.backward(q, k_cmp, v_cmp, lse, dout, gate, delta, dq, accumulate_dq, spec.l, spec.d, window=0)

@@ -10,7 +10,6 @@ from tamis.attention.checks import (
     check_contiguous,
     check_gradients,
     check_queries,
-    check_rows,
     check_start,
 )
 from tamis.attention.spec import NSASpec
@@ -50,9 +49,8 @@ def window_backward(
     if not trusted:
         check_queries(q)
         check_branch(q, q.shape[1], k_win=k_win, v_win=v_win)
-        check_gradients(q, dout, dq)
+        check_gradients(q, dout, dq, lse=lse, gate=gate, delta=delta)
         check_contiguous(dq=dq)
-        check_rows(q, lse=lse, gate=gate, delta=delta)
     return banded.backward(
         q, k_win, v_win, lse, dout, gate, delta, dq, accumulate_dq, length=1, stride=1, window=spec.w
     )
