@@ -19,7 +19,6 @@ from tamis.attention.checks import (
     check_ids,
     check_like,
     check_queries,
-    check_rows,
     check_start,
 )
 from tamis.attention.spec import NSASpec
@@ -70,8 +69,7 @@ def selected_backward(
     """Gradients of k and v; q's is written to `dq`, or added to it. `dout` is the gradient of the mixed output."""
     if not trusted:
         _check(q_BSHD, k_BSGD, v_BSGD, ids_BSGn, spec)
-        check_gradients(q_BSHD, dout_BSHD, dq_BSHD)
-        check_rows(q_BSHD, lse=lse_BHS, delta=delta_BHS)
+        check_gradients(q_BSHD, dout_BSHD, dq_BSHD, lse=lse_BHS, delta=delta_BHS)
         check_like("q", q_BSHD, gates=(gates_BSH3, (*q_BSHD.shape[:3], 3)))
         if branch not in (0, 1, 2):
             raise ValueError(f"branch must be 0, 1 or 2, the gate that is this branch's, got {branch}")

@@ -1,15 +1,12 @@
 """`tamis bench attention`: Native Sparse Attention, whole and in parts, beside PyTorch's dense attention, in one run.
 
 Tokens per call stay the same whatever the length. The kernels must first agree with the reference on this device, or
-nothing is reported. Tables for people first; the last line is one JSON document.
+nothing is reported. Prints tables for people; the verb adds the document as one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +21,6 @@ from tamis.bench.attention_parts import SHAPES, Shape, Timed
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS = 65536
 REFERENCE_UP_TO = 2048
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Disagreement(RuntimeError):
@@ -35,13 +31,12 @@ def run(
     shapes: Sequence[str] = ("m7c", "paper"),
     lengths: Sequence[int] = LENGTHS,
     tokens: int = TOKENS,
-    precision: str | None = None,
     repeats: int = 7,
     device: str | None = None,
 ) -> dict[str, Any]:
     """Measure every shape at every length; prints the tables, returns the document."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = DTYPES[precision or ("bf16" if place.type == "cuda" else "fp32")]
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     ceilings = measure_ceilings(place, dtype)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     print(f"{name}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
@@ -161,25 +156,3 @@ def print_tables(shape: Shape, lengths: Sequence[int], rows: list[dict[str, Any]
             found = {r["length"]: r.get(key) for r in rows if (r["name"], r["choices"]) == (name, choices)}
             cells = "".join(f"{'–' if found.get(n) is None else format(found[n], '.3g'):>9}" for n in lengths)
             print(f"{name + (', ' + choices if choices else ''):24}{cells}", flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tamis bench attention", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["m7c", "paper"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per call, whatever the length")
-    parser.add_argument("--precision", choices=list(DTYPES), help="bf16 on a GPU, fp32 on a CPU, unless said otherwise")
-    parser.add_argument("--repeats", type=int, default=7, help="timed calls; the median counts")
-    parser.add_argument("--device", help="cuda or cpu; the GPU if there is one")
-    options = parser.parse_args(arguments)
-    try:
-        document = run(**vars(options))
-    except Disagreement as refusal:
-        print(refusal, file=sys.stderr)
-        return 1
-    print(json.dumps(document))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
