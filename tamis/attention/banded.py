@@ -332,7 +332,7 @@ def forward(
     q, k, v = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v)
     B, S, H, D = q.shape
     N, G = k.shape[1], k.shape[2]
-    tile = tile_for("forward", padded(D), q.dtype)
+    tile = tile_for("forward", q)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(S * (H // G), tile.rows) * B * G,)](
@@ -371,7 +371,7 @@ def backward(
     geometry: dict[str, int | str] = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
     geometry["PRECISION"] = precision(q.dtype)
 
-    tile = tile_for("dq", padded(D), q.dtype)
+    tile = tile_for("dq", q)
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
         q, k, v, lse, dout, gate, delta, dq, *strides, B, S, N, G, scale, scale * LOG2E,
         ACCUMULATE=accumulate_dq, **geometry, BM=tile.rows, BN=tile.keys, **tile.options,
@@ -379,7 +379,7 @@ def backward(
     dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
     if N == 0:
         return dk, dv
-    tile = tile_for("dkv", padded(D), q.dtype)
+    tile = tile_for("dkv", q)
     key_tiles = triton.cdiv(N, tile.keys) * B * G
     splits = 1 if window else max(1, min(MOST_SPLITS, PROGRAMS_WANTED // key_tiles))
     parts = [dk, dv]

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.spec import NSASpec
-from tamis.attention.tiles import capability
+from tamis.attention.tiles import is_ampere
 
 MOST_KEYS = 64  # keys held at once; longer blocks are walked in several parts
 
@@ -53,11 +53,8 @@ SLOW = {
 def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
     """Keyword arguments of a launch: rows of a tile (at least one token's heads), warps, stages, registers."""
     dim = q_BSHD.shape[-1]
-    if q_BSHD.dtype == torch.float32 or dim > 128:
-        table = SLOW
-    else:
-        table = AMPERE if q_BSHD.is_cuda and capability(q_BSHD.device) < (9, 0) else HOPPER
-    launch = table[kernel][dim > 64]
+    table = AMPERE if is_ampere(q_BSHD) else HOPPER
+    launch = (SLOW if q_BSHD.dtype == torch.float32 or dim > 128 else table)[kernel][dim > 64]
     rows = max(launch.rows, triton.next_power_of_2(heads_per_group))
     settings = {"ROWS": rows, "num_warps": launch.warps, "num_stages": launch.stages}
     return settings | ({"maxnreg": launch.registers} if launch.registers else {})

@@ -1,6 +1,6 @@
 """Fixed tile sizes of the kernels, one small table: no autotuning at first use.
 
-`rows` are query rows (token × head of the group), `keys` key positions; `capability` is the GPU's (9, 0) for Hopper.
+`rows` are query rows (token × head of the group), `keys` key positions.
 """
 
 from __future__ import annotations
@@ -42,16 +42,25 @@ HALF = {
     ("score", 64): Tile(64, 64, 4, 3),
     ("score", 128): Tile(64, 64, 4, 3),
 }
+# What differs on an A100, chosen from compiled code alone: the entries above would spill 32, 56 and 632 bytes there,
+# these 0, 0 and 8.
+AMPERE = HALF | {
+    ("forward", 64): Tile(128, 64, 8, 3),
+    ("dq", 64): Tile(64, 64, 4, 3),
+    ("dkv", 128): Tile(64, 64, 8, 2),
+}
 LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
 FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
 
 
-def tile_for(kernel: str, padded_dim: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:
+def tile_for(kernel: str, q: torch.Tensor) -> Tile:
+    """The tile of a kernel for queries like these."""
+    dim = padded(q.shape[-1])
+    if q.dtype == torch.float32:
         return FLOAT32
-    if padded_dim > 128:
+    if dim > 128:
         return LARGE_DIM
-    return HALF[kernel, max(64, padded_dim)]
+    return (AMPERE if is_ampere(q) else HALF)[kernel, max(64, dim)]
 
 
 def padded(dim: int) -> int:
@@ -73,6 +82,11 @@ def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and in_reach else x.contiguous()
 
 
+def is_ampere(x: torch.Tensor) -> bool:
+    """Whether the tensor is on a GPU older than Hopper."""
+    return x.is_cuda and _capability(x.device) < (9, 0)
+
+
 @lru_cache
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -88,7 +88,7 @@ def test_chunks_and_streamed_queries_choose_alike(poisoned_memory, monkeypatch):
 @pytest.mark.parametrize("held_bytes", [kernels.HELD_BYTES, 0], ids=["queries held", "queries streamed"])
 def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, monkeypatch, held_bytes):
     spec = NSASpec(l=4, d=1, l_sel=34, n_sel=4, w=4)
-    assert kernels.runs_of(tile_for("score", 16, torch.float32).keys, spec)[0] > 1
+    assert kernels.runs_of(tile_for("score", torch.empty(16)).keys, spec)[0] > 1
     monkeypatch.setattr(kernels, "HELD_BYTES", held_bytes)
     q, k_cmp, *_ = random_inputs(spec, tokens=250, groups=1, heads_per_group=1)
     assert_as_good_as_the_reference(q, k_cmp, spec)
@@ -98,7 +98,7 @@ def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, m
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_no_spec_asks_for_a_wider_tile_of_keys_than_was_proved(dim, spec):
     """Tiles of 128 keys at head dim 128 faulted on a GPU."""
-    keys = tile_for("score", dim, torch.bfloat16).keys
+    keys = tile_for("score", torch.empty(dim, dtype=torch.bfloat16)).keys
     parts, run = kernels.runs_of(keys, spec)
     assert keys <= 64 and run >= 1
     assert run * spec.pieces_per_selected + spec.pieces_per_compressed - 1 <= parts * keys  # every block that touches
