@@ -290,6 +290,17 @@ def test_a_halt_between_two_phases_ends_the_launch(job: Launch, monkeypatch, cap
     assert "halted between two phases: between" in capsys.readouterr().out
 
 
+def test_a_launch_by_phases_owns_its_directory_from_the_preflight_on(job: Launch, monkeypatch) -> None:
+    def second_launch(*words: object, **options: object) -> int:
+        with pytest.raises(RunLocked, match="out belongs to a running launch by phases"):
+            launching.directory_for(job.config)
+        return 1
+
+    monkeypatch.setattr(launching, "check", second_launch)
+    assert launch_phases(job) == 1
+    assert not RunLock(RunDirectory("out").phases_lock).is_held()
+
+
 def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
     done = command_line("launch", "mine.yaml", "train.tensorboard=false")
     assert done.returncode == 0, done.stdout
@@ -302,9 +313,10 @@ def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("run",), ("run", "--detach"), ("launch",), ("launch", "--phases", "--detach")], ids=" ".join
 )
-def test_a_start_that_is_refused_leaves_nothing_behind(words: tuple[str, ...], here: Path, capsys) -> None:
+@pytest.mark.parametrize("held", ["lock", "phases_lock"])
+def test_a_start_that_is_refused_leaves_nothing_behind(words: tuple[str, ...], held: str, here: Path, capsys) -> None:
     run = RunDirectory(here / "out").create()
-    with RunLock(run.lock) as lock:
+    with RunLock(getattr(run, held)) as lock:
         lock.acquire("launch")
         before = sorted(here.rglob("*"))
         assert typed(*words, "mine.yaml") == 2

@@ -84,6 +84,11 @@ class RunDirectory:
         return self.path / ".lock"
 
     @property
+    def phases_lock(self) -> Path:
+        """Held by a launch by phases, whose rehearsals run in directories of their own."""
+        return self.path / ".phases_lock"
+
+    @property
     def trainer_lock(self) -> Path:
         """Held by rank 0 of the trainer, supervised or not: never two trainers in one directory."""
         return self.path / ".trainer_lock"

@@ -40,6 +40,5 @@ def _told(run: RunDirectory, wait_s: float) -> int:
 
 
 def _is_running(run: RunDirectory) -> bool:
-    """A supervisor or a trainer holds the directory, or one of its phases' directories."""
-    directories = [run, *(RunDirectory(path) for path in run.path.glob("phases/*/"))]
-    return any(RunLock(lock).is_held() for each in directories for lock in (each.lock, each.trainer_lock))
+    """A launch by phases, a supervisor or a trainer holds the directory."""
+    return any(RunLock(lock).is_held() for lock in (run.phases_lock, run.lock, run.trainer_lock))
