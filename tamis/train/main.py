@@ -150,7 +150,7 @@ def _train(session: Session, resume: str | None, started: float) -> int:
         write_json_atomic(session.run.metrics_json, _metrics(session, code, started))
         end = "done" if code == ExitCode.DONE else "stopped"
         session.progress.say(f"[tamis] {end} at step {session.step}; everything is in {session.run.path}")
-    session.close()
+    session.loader.close()
     return code
 
 

@@ -80,12 +80,9 @@ class Session:
         self.telemetry.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
 
-    def close(self) -> None:
-        self.loader.close()
-        self.telemetry.close()
-
     def leave(self) -> None:
-        """Give the directory and the signals back, however the training ended."""
+        """Finish the curves, and give the directory and the signals back, however the training ended."""
+        self.telemetry.close()
         self.signals.close()
         self.lock.release()
 

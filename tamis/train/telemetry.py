@@ -156,8 +156,13 @@ class Telemetry:
         self.last_finish = now
 
     def close(self) -> None:
-        if self.board is not None:
+        """Write what TensorBoard's own thread still holds: a process that failed does not wait for it."""
+        if self.board is None:
+            return
+        try:
             self.board.close()
+        except OSError as error:
+            self.progress.say(f"[tamis] the last points of TensorBoard are lost ({error})")
 
 
 def _open_tensorboard(config: Config, run: RunDirectory, progress: Progress) -> Any:

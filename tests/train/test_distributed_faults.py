@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tamis.config import Config
 from tamis.data import DataError
@@ -170,6 +172,25 @@ def test_a_rank_that_fails_leaves_without_waiting_for_its_peers(tmp_path: Path, 
         assert running.processes[ODD].exitcode == 1, running.output()
         assert running.processes[0].is_alive(), "its peer is still stuck"
         assert said in running.log(ODD)
+
+
+def with_nan_and_slow_curves(config: Config) -> int:
+    write = RecordWriter.write
+
+    def slow(writer: RecordWriter, data: bytes) -> None:
+        time.sleep(0.05)
+        write(writer, data)
+
+    RecordWriter.write = slow
+    return with_nan_at_step_7(config)
+
+
+def test_the_curves_of_a_run_that_failed_reach_its_last_good_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "train.tensorboard=true", "train.log_every=1")
+    expect(tmp_path, [5, 5], with_nan_and_slow_curves, config)
+    curves = EventAccumulator(str(RunDirectory(config.train.out_dir).tensorboard)).Reload()
+    ends = {tag: curves.Scalars(tag)[-1].step for tag in curves.Tags()["scalars"] if not tag.startswith("val/")}
+    assert len(ends) > 5 and set(ends.values()) == {6}, ends
 
 
 # A rank whose data fails
