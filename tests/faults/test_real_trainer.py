@@ -115,8 +115,8 @@ def test_an_evaluation_that_a_kill_prevented_is_done_on_resume(server, unbroken,
 
 
 @pytest.fixture(scope="module")
-def told_to_stop(server, tmp_path_factory) -> dict[str, tuple[RealTrainer, int, float]]:
-    """Trainers that get TERM while one part of them stands still, all at once: code and seconds until each ended."""
+def told_to_stop(server, tmp_path_factory) -> dict[str, tuple[RealTrainer, int]]:
+    """Trainers that get TERM while one part of them stands still, all at once, each with the code it ended with."""
     parts = {
         "step": ({}, "progress"),
         "first step, as a compiler does": ({"part": "compute", "step": 1, "seconds": 600}, "progress"),
@@ -124,19 +124,18 @@ def told_to_stop(server, tmp_path_factory) -> dict[str, tuple[RealTrainer, int, 
         "evaluation": ({"part": "evaluation", "step": 6, "seconds": 5}, "eval"),
         "save": ({"part": "save", "seconds": 5}, "checkpoint"),
     }
-    trainers, begun = {}, {}
+    trainers = {}
     for name, (slow, phase) in parts.items():
         config = tiny_real_config(tmp_path_factory.mktemp("term"), steps=16 if slow else 2000, save_every=4)
         trainers[name] = server.start(config, resume=None, slow=slow)
         trainers[name].until_phase(phase, 1 if "first" in name else 6 if slow else 20)
         trainers[name].kill(signal.SIGTERM)
-        begun[name] = time.monotonic()
-    return {name: (trainer, trainer.wait(), time.monotonic() - begun[name]) for name, trainer in trainers.items()}
+    return {name: (trainer, trainer.wait()) for name, trainer in trainers.items()}
 
 
 @pytest.mark.parametrize("part", ["step", "first step, as a compiler does", "wait for data", "evaluation", "save"])
 def test_term_ends_a_trainer_within_its_deadline_wherever_it_is(told_to_stop, server, unbroken, part: str) -> None:
-    trainer, code, _ = told_to_stop[part]
+    trainer, code = told_to_stop[part]
     assert code == 4, trainer.output()
     assert "SIGTERM received" in trainer.output()
     last = trainer.beats()[-1]

@@ -71,6 +71,8 @@ def test_a_supervisor_told_twice_kills_the_workers(launching) -> None:
     launched.process.terminate()
     assert launched.wait() == 4, launched.told()
     assert not worker.is_alive()
+    (kill,) = [event for event in read_events(launched.run) if event["event"] == "kill"]
+    assert kill["reason"].startswith("asked to stop a second time")
 
 
 def test_workers_that_do_not_leave_after_term_are_killed(launching) -> None:

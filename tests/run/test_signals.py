@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tamis.run.directory import RunDirectory
+from tamis.run.ladder import Grace
 from tamis.run.lock import ProcessId
-from tamis.run.sidecar import SUPERVISOR_VARIABLE, Sidecar
-from tamis.run.signals import StopSignals
+from tamis.run.sidecar import LOOK_EVERY_S, SUPERVISOR_VARIABLE, TERM_DEADLINE_S, Sidecar
+from tamis.run.signals import LEAVE_AFTER_S, StopSignals
 
 PATIENCE_S = 120.0  # a hang must fail the test; what is healthy takes a small part of it
 
@@ -34,6 +35,7 @@ def start(out: Path, save_s: float = 0.0, rank: int = 0, **environment: str) -> 
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, str(out), str(save_s), str(rank)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
     )
@@ -58,7 +60,9 @@ def test_the_second_term_ends_it_at_once(tmp_path: Path) -> None:
     worker.terminate()
     read_line(worker, "saving")
     worker.terminate()
-    assert worker.wait(PATIENCE_S) == 4
+    _, said = worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == 4
+    assert "second signal: leaving at once" in said  # not by the deadline of the first, which has the same code
 
 
 def test_under_torchrun_the_same_term_arriving_twice_counts_once(tmp_path: Path) -> None:
@@ -66,8 +70,9 @@ def test_under_torchrun_the_same_term_arriving_twice_counts_once(tmp_path: Path)
     worker.terminate()
     read_line(worker, "saving")
     worker.terminate()
-    worker.communicate(timeout=PATIENCE_S)
+    _, said = worker.communicate(timeout=PATIENCE_S)
     assert worker.returncode == 4
+    assert "SIGTERM received" in said and "second signal" not in said
 
 
 def test_a_halt_file_is_for_rank_zero_to_see(tmp_path: Path) -> None:
@@ -127,6 +132,13 @@ def test_a_worker_too_stuck_to_obey_is_killed_at_the_deadline(tmp_path: Path, mo
     now[0] += 0.2
     sidecar.enforce_deadline()
     assert stuck.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_the_deadlines_leave_nobody_alive_25_seconds_after_term() -> None:
+    """The worker's own comes first, so that its exit code tells; the sidecar's holds for whatever is stuck."""
+    assert LEAVE_AFTER_S + 1 < TERM_DEADLINE_S
+    assert TERM_DEADLINE_S + LOOK_EVERY_S < 25
+    assert Grace().term_s > 25  # the supervisor does not kill a worker that is still saving in time
 
 
 def test_a_second_term_brings_the_deadline_forward(tmp_path: Path, monkeypatch) -> None:
