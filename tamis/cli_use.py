@@ -12,6 +12,7 @@ import typer
 from tamis.cli_base import USE, Words, loading_torch, resolve
 from tamis.cli_help import Verb, Verbs
 from tamis.cli_waiting import announced
+from tamis.config import Config
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
@@ -117,8 +118,8 @@ def data_prepare(
     """
     from tamis.data.prepare import prepare
 
-    prepare(resolve(words), out, workers=workers, report=lambda progress: print(progress, flush=True))
-    print(f"done: {out}; train on it with data.dataset=shards data.local_path={out}")
+    made = prepare(resolve(words), out, workers=workers, report=lambda progress: print(progress, flush=True))
+    print(f"done: {made.summary}; train on it with data.dataset=shards data.local_path={out}")
 
 
 @data_verb("check")
@@ -129,9 +130,12 @@ def data_check(
 
     Example: tamis data check configs/m7c_125m_80g.yaml --batches 8
     """
+    raise typer.Exit(check_data(resolve(words), batches))
+
+
+def check_data(config: Config, batches: int, show_text: bool = True) -> int:
+    """The check of the verb and of the two scripts, announced: a stream that does not come is waited for."""
     from tamis.data.check import check
 
-    config = resolve(words)
     with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
-        code = check(config, batches)
-    raise typer.Exit(code)
+        return check(config, batches, show_text=show_text)

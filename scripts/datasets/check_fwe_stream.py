@@ -9,18 +9,15 @@ import os
 import sys
 
 from tamis.cli import guarded
-from tamis.cli_waiting import announced
+from tamis.cli_use import check_data
 from tamis.config import load_config
-from tamis.data.check import check
 
 QUICK = ["data.dataset=fineweb_edu", "data.loader_timeout_s=60.0", "train.batch_size=4", "train.eval_batches=1"]
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    config = load_config(os.environ.get("CONFIG") or None, QUICK)
-    with announced(f"reading {config.data.hub_name}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
-        return check(config)
+    return check_data(load_config(os.environ.get("CONFIG") or None, QUICK), batches=4)
 
 
 if __name__ == "__main__":

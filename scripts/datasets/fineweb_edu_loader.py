@@ -7,9 +7,8 @@ import argparse
 import sys
 
 from tamis.cli import guarded
-from tamis.cli_waiting import announced
+from tamis.cli_use import check_data
 from tamis.config import load_config
-from tamis.data.check import check
 
 
 def main() -> int:
@@ -20,9 +19,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.batches < 1:
         parser.error(f"--batches must be at least 1, got {arguments.batches}")
-    config = load_config(arguments.config, arguments.overrides)
-    with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
-        return check(config, arguments.batches, show_text=False)
+    return check_data(load_config(arguments.config, arguments.overrides), arguments.batches, show_text=False)
 
 
 if __name__ == "__main__":
