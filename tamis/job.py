@@ -17,7 +17,8 @@ from tamis.run.exit_codes import ExitCode
 from tamis.run.handoff import handoff
 from tamis.run.hardware import SHOWCASE_CONFIG, Gpu, LaunchPlan, launch_plan, read_gpus
 from tamis.run.info import describe_run, write_eta, write_info
-from tamis.run.launching import directory_for, launch_in_background
+from tamis.run.launching import directory_for, halts_passed_on, launch_in_background
+from tamis.run.lock import RunLock
 from tamis.run.report import write_report
 from tamis.run.supervisor import launch
 
@@ -33,12 +34,13 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     config = _resolve(plan, overrides)
     if detach:
         return launch_in_background(config, ["run", *([config_path] if config_path else []), *overrides])
-    directory_for(config)  # a refusal leaves nothing behind
+    out = directory_for(config)  # a refusal leaves nothing behind
     run_dir = RUNS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
     run_dir.mkdir(parents=True)
     _write_info(config, plan, gpus, run_dir)
-    if gpus and (code := smoke(plan, run_dir)) != ExitCode.DONE:
-        _say(f"the smoke test failed with exit code {code}: nothing was launched. Read {run_dir / 'smoke.log'}")
+    if gpus and (code := smoke(plan, run_dir, out)) != ExitCode.DONE:
+        how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
+        _say(f"the smoke test {how}: nothing was launched. Read {run_dir / 'smoke.log'}")
         return code
     began = time.time()
     code = launch(config, processes=plan.processes, log=run_dir / "train.log")
@@ -67,14 +69,19 @@ def _write_info(config: Config, plan: LaunchPlan, gpus: list[Gpu], run_dir: Path
         _say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
 
 
-def smoke(plan: LaunchPlan, run_dir: Path) -> int:
-    """Fifty synthetic steps of the showcase model on every GPU: drivers, collectives, checkpoints, logging."""
+def smoke(plan: LaunchPlan, run_dir: Path, out: RunDirectory) -> int:
+    """Fifty synthetic steps of the showcase model on every GPU: drivers, collectives, checkpoints, logging.
+
+    Meanwhile `out`, the run's own directory, is held already, and a .HALT there counts.
+    """
     _say(f"smoke test: {SMOKE_STEPS} synthetic steps")
-    out_dir = run_dir / "smoke"
-    overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={out_dir}"]
+    rehearsal = RunDirectory(run_dir / "smoke").create()
+    overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={rehearsal.path}"]
     overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
     config = load_config(SHOWCASE_CONFIG, overrides)
-    return launch(config, processes=plan.processes, log=run_dir / "smoke.log")
+    with RunLock(out.launch_lock) as lock, halts_passed_on(out, rehearsal, time.time()):
+        lock.acquire("smoke test")
+        return launch(config, processes=plan.processes, log=run_dir / "smoke.log")
 
 
 def _hand_over(config: Config, run_dir: Path, code: int, began: float) -> None:

@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tamis.cli import app, guarded, train_showcase
-from tamis.config import ConfigError, load_config
+from tamis.config import Config, ConfigError, load_config
 from tamis.data.errors import DataError
 from tamis.run import launching
 from tamis.run.directory import RunDirectory
@@ -27,6 +27,7 @@ from tamis.run.hardware import SHOWCASE_CONFIG
 from tamis.run.launching import Launch, halts_passed_on, launch_phases
 from tamis.run.lock import RunLock, RunLocked
 from tests.checkout import MINIATURE, ROOT
+from tests.run.fabricate import GPUS
 
 VERBS = {
     "run", "train", "launch", "halt",
@@ -113,7 +114,8 @@ def test_measurements_end_in_one_json_document(here: Path) -> None:
 
 
 def test_data_is_prepared_and_checked(here: Path) -> None:
-    ok(tamis("data", "prepare", "shards", "mine.yaml", "data.dataset=sample"))
+    prepared = ok(tamis("data", "prepare", "shards", "mine.yaml", "data.dataset=sample"))
+    assert "0 records unreadable, 0 empty; train on it with data.dataset=shards data.local_path=shards" in prepared
     told = ok(tamis("data", "check", "mine.yaml", "data.dataset=shards", "data.local_path=shards", "--batches", "1"))
     assert "ok batch[0]" in told
 
@@ -298,7 +300,26 @@ def test_a_launch_by_phases_owns_its_directory_from_the_preflight_on(job: Launch
 
     monkeypatch.setattr(launching, "check", second_launch)
     assert launch_phases(job) == 1
-    assert not RunLock(RunDirectory("out").phases_lock).is_held()
+    assert not RunLock(RunDirectory("out").launch_lock).is_held()
+
+
+def test_a_smoke_test_owns_the_directory_of_its_run_and_a_halt_there_stops_it(here: Path, monkeypatch, capsys) -> None:
+    out = RunDirectory("out")
+
+    def launched(config: Config, **options: object) -> int:
+        with pytest.raises(RunLocked, match="out belongs to a running smoke test"):
+            launching.directory_for(load_config("mine.yaml"))
+        HaltFile(out.halt).request("moving house")
+        until(HaltFile(RunDirectory(config.train.out_dir).halt).requested)
+        return 3
+
+    monkeypatch.setattr("tamis.job.launch", launched)
+    monkeypatch.setattr("tamis.job.read_gpus", lambda: [GPUS[0]])
+    monkeypatch.setattr("tamis.job.SHOWCASE_CONFIG", "mine.yaml")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the launch adds variables for NCCL
+    assert typed("run", "mine.yaml") == 3
+    assert "the smoke test was halted: nothing was launched" in capsys.readouterr().out
+    assert not out.halt.exists() and not RunLock(out.launch_lock).is_held()
 
 
 def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
@@ -313,7 +334,7 @@ def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("run",), ("run", "--detach"), ("launch",), ("launch", "--phases", "--detach")], ids=" ".join
 )
-@pytest.mark.parametrize("held", ["lock", "phases_lock"])
+@pytest.mark.parametrize("held", ["lock", "launch_lock"])
 def test_a_start_that_is_refused_leaves_nothing_behind(words: tuple[str, ...], held: str, here: Path, capsys) -> None:
     run = RunDirectory(here / "out").create()
     with RunLock(getattr(run, held)) as lock:

@@ -84,9 +84,9 @@ class RunDirectory:
         return self.path / ".lock"
 
     @property
-    def phases_lock(self) -> Path:
-        """Held by a launch by phases, whose rehearsals run in directories of their own."""
-        return self.path / ".phases_lock"
+    def launch_lock(self) -> Path:
+        """Held while a launch checks or rehearses, by phases or a smoke test, which run in directories of their own."""
+        return self.path / ".launch_lock"
 
     @property
     def trainer_lock(self) -> Path:

@@ -46,7 +46,7 @@ def runs_near(path: Path) -> list[Path]:
 def holds_a_run(directory: RunDirectory) -> bool:
     """Something of a run is there, were it only the reason why it did not start."""
     traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]
-    traces += [directory.lock, directory.trainer_lock]
+    traces += [directory.lock, directory.launch_lock, directory.trainer_lock]
     traces += [directory.path / name for name in ("launch.log", "preflight.json")]
     return any(trace.exists() for trace in traces) or bool(directory.heartbeats() or directory.checkpoints())
 

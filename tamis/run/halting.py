@@ -40,5 +40,5 @@ def _told(run: RunDirectory, wait_s: float) -> int:
 
 
 def _is_running(run: RunDirectory) -> bool:
-    """A launch by phases, a supervisor or a trainer holds the directory."""
-    return any(RunLock(lock).is_held() for lock in (run.phases_lock, run.lock, run.trainer_lock))
+    """A launch that rehearses, a supervisor or a trainer holds the directory."""
+    return any(RunLock(lock).is_held() for lock in (run.launch_lock, run.lock, run.trainer_lock))

@@ -82,7 +82,7 @@ def launch_once(job: Launch, detach: bool = False) -> int:
 def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
     out = directory_for(job.config)
-    with RunLock(out.phases_lock) as lock:
+    with RunLock(out.launch_lock) as lock:
         lock.acquire("launch by phases")
         return _launch_phases(job, out, steps, repeat)
 
@@ -128,7 +128,7 @@ def _is_ready(job: Launch) -> bool:
 def directory_for(config: Config) -> RunDirectory:
     """OUT, made if need be; refused while another launch owns it, before a single file in it is touched."""
     out = RunDirectory(config.train.out_dir).create()
-    for lock in (out.lock, out.phases_lock):
+    for lock in (out.lock, out.launch_lock):
         RunLock(lock).require_free()
     return out
 

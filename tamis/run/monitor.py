@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tamis.run.directory_choice import NoSuchRun, no_run_in
-from tamis.run.monitor_snapshot import Snapshot, read_snapshot
+from tamis.run.directory_choice import existing_run
+from tamis.run.monitor_snapshot import read_snapshot
 from tamis.run.monitor_text import snapshot_text
 
 UNHEALTHY = ("crashed", "failed")
@@ -19,22 +19,22 @@ UNHEALTHY = ("crashed", "failed")
 def monitor(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
     """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed or with a problem.
 
-    Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a directory that is not
-    there yet; where nobody can wait, NoSuchRun is raised.
+    Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a run that is not there
+    yet; where nobody can wait, NoSuchRun is raised.
     """
     if as_json or once or not sys.stdout.isatty():
-        return _show_once(read_snapshot(run_dir), as_json)
+        return _show_once(run_dir, as_json)
     from tamis.run.monitor_screen import MonitorScreen  # textual is only needed, and only installed, where people look
 
     MonitorScreen(lambda: read_snapshot(run_dir), every_s=every_s).run()
     return 0
 
 
-def _show_once(snapshot: Snapshot, as_json: bool) -> int:
-    if as_json:
+def _show_once(run_dir: str | Path, as_json: bool) -> int:
+    snapshot = read_snapshot(run_dir)
+    if as_json:  # a document, whatever there is
         print(json.dumps(_speakable(asdict(snapshot)), indent=2), flush=True)
-    if snapshot.state == "missing":
-        raise NoSuchRun(no_run_in(snapshot.run_dir))
+    existing_run(run_dir)
     if not as_json:
         print(snapshot_text(snapshot))
     problems = any(alert.level == "problem" for alert in snapshot.alerts)

@@ -59,14 +59,14 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
         return "halted", f"halted at {where}, with a checkpoint; launch again to resume"
     if not any(rank.is_alive for rank in ranks):
         if _owner_lives(directory):
-            return "restarting", f"no worker is alive after {where}; the supervisor is restarting them"
+            return "restarting", f"no worker is alive after {where}; the launch that is under way starts new ones"
         return "crashed", f"no worker is alive after {where}; launch again to resume"
     return "running", f"{ranks[0].phase} of {where}"
 
 
 def _before_the_first_beat(directory: RunDirectory) -> str:
     if _owner_lives(directory):
-        return "no heartbeat yet: the workers are starting"
+        return "no heartbeat yet: the launch is at its checks, or its workers are starting"
     return f"no heartbeat yet, and nothing is being launched here{_last_preflight(directory)}"
 
 
@@ -79,6 +79,6 @@ def _last_preflight(directory: RunDirectory) -> str:
 
 
 def _owner_lives(directory: RunDirectory) -> bool:
-    owner = RunLock(directory.lock).owner() or {}
-    pid = owner.get("pid")
-    return isinstance(pid, int) and psutil.pid_exists(pid)
+    """A supervisor, or a launch that still checks and rehearses."""
+    owners = [RunLock(lock).owner() or {} for lock in (directory.lock, directory.launch_lock)]
+    return any(isinstance(pid := owner.get("pid"), int) and psutil.pid_exists(pid) for owner in owners)

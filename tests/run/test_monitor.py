@@ -19,6 +19,7 @@ from textual.widgets import Static
 from tamis.run import monitor_snapshot
 from tamis.run.curves import thinned
 from tamis.run.directory import RunDirectory
+from tamis.run.directory_choice import NoSuchRun, existing_run
 from tamis.run.events import EventLog, write_anomaly
 from tamis.run.halt import HaltFile
 from tamis.run.hardware import GpuLost
@@ -31,6 +32,8 @@ from tamis.run.monitor_text import newest_events_first, rank_lines, snapshot_tex
 from tamis.run.progress import duration_text, measure_progress
 from tamis.run.watchdog import Alarm
 from tests.run.fabricate import GPUS, Story, fabricate
+
+STARTING = "no heartbeat yet: the launch is at its checks, or its workers are starting"
 
 
 def live(out: Path, **changes) -> RunDirectory:
@@ -58,7 +61,18 @@ def test_a_launch_that_was_refused_is_not_taken_for_one_that_starts(tmp_path):
     assert read_snapshot(tmp_path, gpus=[]).headline == expected
     with RunLock(RunDirectory(tmp_path).lock) as lock:
         lock.acquire("launch")
-        assert read_snapshot(tmp_path, gpus=[]).headline == "no heartbeat yet: the workers are starting"
+        assert read_snapshot(tmp_path, gpus=[]).headline == STARTING
+
+
+def test_a_launch_at_its_checks_is_neither_taken_for_nothing_nor_for_a_crash(tmp_path):
+    out = RunDirectory(tmp_path / "out").create()
+    with RunLock(out.launch_lock) as lock:
+        lock.acquire("launch by phases")
+        assert read_snapshot(out.path, gpus=[]).headline == STARTING
+        assert existing_run(out.path).path == out.path
+        fabricate(out.path, Story(steps=50, planned_steps=1000, ending=None))
+        assert read_snapshot(out.path, gpus=[]).state == "restarting"
+    assert read_snapshot(out.path, gpus=[]).state == "crashed"
 
 
 def test_before_the_first_step_there_is_no_eta(tmp_path):
@@ -107,6 +121,12 @@ def test_a_crash_under_a_living_supervisor_is_a_restart(tmp_path):
         lock.acquire("launch")
         assert read_snapshot(tmp_path, gpus=[]).state == "restarting"
     assert read_snapshot(tmp_path, gpus=[]).state == "crashed"
+
+
+@pytest.mark.parametrize("options", [{"once": True}, {"as_json": True}])
+def test_a_directory_that_holds_no_run_is_refused_where_nobody_can_wait(tmp_path, options):
+    with pytest.raises(NoSuchRun, match="holds no run"):
+        monitor(tmp_path, **options)
 
 
 def test_a_silent_rank_is_an_alert_with_its_limit(tmp_path):
