@@ -9,7 +9,7 @@ curves=$(find artifacts "$logdir" -name 'events.out.tfevents.*' -printf '%h\n' 2
 # A directory that was named and is not there is a typing error; the usual one appears when the run begins.
 [ -d "$logdir" ] || [ $# -eq 0 ] || refuse "$logdir is not a directory; there are curves in: ${curves:-no directory yet}"
 [[ "$port" =~ ^[0-9]+$ ]] || refuse "the port must be a number, got $port"
-[[ " $curves" == *" $logdir"* ]] || echo "[tensorboard] no event files in $logdir yet: they are written every train.log_every" \
+[[ " $curves" == *" ${logdir%/}"* ]] || echo "[tensorboard] no event files in $logdir yet: they are written every train.log_every" \
   "steps (train.tensorboard: true); there are curves in: ${curves:-no directory yet}"
 echo "[tensorboard] from your own machine: ssh -L $port:localhost:$port $(id -un)@<this host>, then open http://localhost:$port"
 exec .venv/bin/tensorboard --logdir "$logdir" --host 127.0.0.1 --port "$port"

@@ -137,7 +137,7 @@ def test_tensorboard_refuses_a_directory_that_is_not_there_and_names_those_with_
     assert checkout.run("bash scripts/run_tensorboard.sh artifacts/train_showcase/tb six").code == 2
 
 
-def test_tensorboard_may_be_started_before_the_run_begins(tmp_path: Path) -> None:
+def test_tensorboard_may_be_started_before_the_run_begins_and_tells_only_then(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path / "checkout")
     board = checkout.path / ".venv" / "bin"
     board.unlink()
@@ -147,6 +147,10 @@ def test_tensorboard_may_be_started_before_the_run_begins(tmp_path: Path) -> Non
     assert told.code == 0
     assert "no event files in artifacts/m7c_125m/tb yet" in told
     assert "started with --logdir artifacts/m7c_125m/tb --host 127.0.0.1 --port 6006" in told
+    (checkout.path / "artifacts" / "mine" / "tb").mkdir(parents=True)
+    (checkout.path / "artifacts" / "mine" / "tb" / "events.out.tfevents.1").touch()
+    for name in ("artifacts/mine/tb", "artifacts/mine/tb/"):  # as a shell completes it
+        assert "no event files" not in checkout.run(f"bash scripts/run_tensorboard.sh {name}")
 
 
 def test_a_mistyped_flag_of_the_launch_is_told_before_anything_is_tested(tmp_path: Path) -> None:
