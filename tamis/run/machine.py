@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import resource
@@ -106,14 +105,8 @@ def out_dir_is_writable(subject: Subject) -> Finding:
 
 
 def nobody_else_trains_there(subject: Subject) -> Finding:
-    """Asks for a shared lock and lets it go: the file keeps telling who owned the run last."""
     lock = RunLock(RunDirectory(subject.out_dir).lock)
-    try:
-        with open(lock.path, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        pass
-    except OSError:
+    if lock.is_held():
         owner = lock.owner() or {}
         return failed(f"{subject.out_dir} belongs to process {owner.get('pid')} ({owner.get('purpose')})")
     return passed(f"{subject.out_dir} has no owner")

@@ -108,6 +108,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
     found = result_of("out_dir can be written", subject(tmp_path))
     assert found.status == "fail"
     assert "train.out_dir" in found.remedy
+    assert result_of("nobody else trains in out_dir", subject(tmp_path)).status == "pass"  # that is not what is wrong
 
 
 def test_a_run_directory_with_a_living_owner_is_refused(tmp_path):
