@@ -117,7 +117,8 @@ def check_ids(ids: Tensor, q: Tensor, groups: int, blocks: int, spec: NSASpec) -
             f"ids must lie in 0…{blocks - 1}, the blocks there are, or be -1 where unused, "
             f"got {int(ids.min())}…{int(ids.max())}"
         )
-    if bool(((ids[..., 1:] <= ids[..., :-1]) & (ids[..., 1:] >= 0)).any()):
+    before, after = ids[..., :-1], ids[..., 1:]
+    if bool(((after >= 0) & ((after <= before) | (before < 0))).any()):
         raise ValueError("ids must be ascending, each block once, and -1 in unused slots after them")
 
 
@@ -133,8 +134,10 @@ def check_caches(q: Tensor, batch: int, **caches: tuple[Tensor, int, int | None]
             raise ValueError(f"query heads must be a multiple of key/value groups, got {heads} heads, {groups} groups")
         rows = tensor.shape[1]
         if rows < least or (most is not None and rows > most):
-            raise ValueError(f"{name} must hold {least}{'' if most else ' or more'} rows, got {rows}")
+            raise ValueError(f"{name} must hold {least}{' or more' if most is None else ''} rows, got {rows}")
         check_like("q", q, **{name: (tensor, (batch, rows, 2, groups, dim))})
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have last stride 1, since it is never copied, got strides {tensor.stride()}")
     return groups
 
 

@@ -285,7 +285,7 @@ def decode(
 
     Token `t` of the window lies in slot `t % W`.
     """
-    q_BHD, gates_BH3 = q_BHD.contiguous(), gates_BH3.contiguous()
+    q_BHD, gates_BH3, positions_B = (x.contiguous() for x in (q_BHD, gates_BH3, positions_B))
     B, H, D = q_BHD.shape
     N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
     R, DP = H // G, padded(D)

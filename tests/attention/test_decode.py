@@ -72,6 +72,11 @@ def test_any_group_size_and_head_dim_agrees(groups: int, heads: int, dim: int) -
     assert_agrees(inputs, torch.tensor([98], device=DEVICE), spec)
 
 
+def test_positions_may_be_a_view_of_others() -> None:
+    spec, positions = SPECS[0], torch.tensor([98, 3, 57, 8], device=DEVICE)
+    assert_agrees(caches(spec, 2, 100), positions[::2], spec)
+
+
 def test_large_logits_stay_finite_and_right() -> None:
     spec = SPECS[0]
     assert_agrees(caches(spec, 1, 120, scale=30.0), torch.tensor([118], device=DEVICE), spec)

@@ -141,8 +141,8 @@ def test_ids_out_of_range_or_out_of_order_are_refused(call: str) -> None:
     assert "ids must lie in 0…2, the blocks there are, or be -1 where unused, got -1…3" in refusal(call, "ids", ids)
     ids[0, 19, 1] = torch.tensor([0, 1, 1, -1])
     assert "ids must be ascending, each block once" in refusal(call, "ids", ids)
-    ids[0, 19, 1] = torch.tensor([-1, 0, 1, 2])
-    assert "ids must be ascending" not in refusal(call, "ids", ids.long())
+    ids[0, 19, 1] = torch.tensor([-1, 0, 1, 2])  # kernels count the used slots and read that many from the first on
+    assert "-1 in unused slots after them" in refusal(call, "ids", ids)
     ids[0, 0, 0, 0] = -2
     assert "got -2…2" in refusal(call, "ids", ids)
 
@@ -195,6 +195,9 @@ def test_a_tile_refuses_positions_whose_window_is_not_there() -> None:
     inputs = tile_inputs()
     with pytest.raises(ValueError, match="compressed must hold 3 rows, got 4"):
         tile_attention(*(inputs | {"q": inputs["q"][:, 1:], "gates": inputs["gates"][:, 1:]}).values(), NARROW, 15, 4)
+    early = {name: inputs[name][:, :3] for name in inputs}  # three tokens make no compressed block yet
+    with pytest.raises(ValueError, match="compressed must hold 0 rows, got 3"):
+        tile_attention(*early.values(), NARROW, 0, 0)
     with pytest.raises(ValueError, match=r"first_key must lie in 0…0, .* window of 16 of the query at 15 .* got 4"):
         tile_attention(*inputs.values(), SMALL, 15, 4)
     with pytest.raises(ValueError, match="start must be the position of the first query"):
@@ -213,6 +216,16 @@ def test_a_step_that_does_not_fit_its_caches_is_refused(name: str) -> None:
     for wrong in (inputs[name][1:], inputs[name].double(), inputs[name].to("meta"), inputs[name][None]):
         with pytest.raises(ValueError, match="must"):
             decode_attention(*(inputs | {name: wrong}).values(), NARROW)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_caches_whose_rows_do_not_lie_together_are_refused(name: str) -> None:
+    """The kernels of a step go by the other strides alone, and no cache is copied for them."""
+    tile, step = (inputs | {name: inputs[name].mT.contiguous().mT} for inputs in (tile_inputs(), step_inputs()))
+    with pytest.raises(ValueError, match=f"{name} must have last stride 1"):
+        tile_attention(*tile.values(), NARROW, 15, 4)
+    with pytest.raises(ValueError, match=f"{name} must have last stride 1"):
+        decode_attention(*step.values(), NARROW)
 
 
 @pytest.mark.parametrize("position", [-1, 20])
