@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tamis.attention import select_blocks
 from tamis.config import Config, build_config
 from tamis.model import Decoder
+from tests.attention.devices import DEVICE
 
 TOKENS = 75
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # float32 rounding, grown by layers at three times the usual scale
@@ -181,7 +182,7 @@ def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU: tiles by the kernels of training started where the cache ends, then steps by those of decoding."""
-    model, tokens = model_of(small_config(n_layers=1)), random_tokens(batch=2, count=61)
+    model, tokens = model_of(small_config(n_layers=1)).to(DEVICE), random_tokens(batch=2, count=61).to(DEVICE)
     expected = model(tokens)[0]
     monkeypatch.setattr("tamis.attention.decode._use_kernels", lambda q, kernels: True)
     cache = model.new_cache(2)
