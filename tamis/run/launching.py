@@ -22,7 +22,7 @@ from tamis.run.handoff import handoff
 from tamis.run.hardware import Gpu, LaunchPlan, launch_plan, read_gpus
 from tamis.run.info import describe_run, write_info
 from tamis.run.judge import judge
-from tamis.run.lock import RunLock
+from tamis.run.lock import RunLock, require_no_launch
 from tamis.run.phase_runner import launch_by_phases
 from tamis.run.preflight import check
 from tamis.run.restarts import RestartBudget
@@ -128,8 +128,7 @@ def _is_ready(job: Launch) -> bool:
 def directory_for(config: Config) -> RunDirectory:
     """OUT, made if need be; refused while another launch owns it, before a single file in it is touched."""
     out = RunDirectory(config.train.out_dir).create()
-    for lock in (out.lock, out.launch_lock):
-        RunLock(lock).require_free()
+    require_no_launch(out)
     return out
 
 

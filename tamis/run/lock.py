@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from tamis.run.directory import RunDirectory
+
 ProcessState = Literal["running", "stopped", "dead", "unknown"]
 
 ATTEMPTS, BETWEEN_ATTEMPTS_S = 10, 0.05  # to lock, before another owner is believed
@@ -70,6 +72,13 @@ class RunLocked(RuntimeError):
     """Another process owns the run directory."""
 
 
+def require_no_launch(run: RunDirectory) -> None:
+    """Refuse early, before anything is written beside a run that is under way; `acquire` is what really decides."""
+    for lock in (RunLock(run.lock), RunLock(run.launch_lock)):
+        if lock.is_held():
+            raise RunLocked(lock.refusal())
+
+
 class RunLock:
     """Held while a process owns the run directory. The kernel frees it when the owner dies, however it dies."""
 
@@ -90,11 +99,6 @@ class RunLock:
                 time.sleep(BETWEEN_ATTEMPTS_S)
         self._descriptor = descriptor
         self.sign(purpose)
-
-    def require_free(self) -> None:
-        """Refuse early, before anything is written beside a run that is under way; `acquire` is what really decides."""
-        if self.is_held():
-            raise RunLocked(self.refusal())
 
     def sign(self, purpose: str) -> None:
         """Name this process as the owner; again after a fork, which shares the lock."""

@@ -29,6 +29,11 @@ EXIT_CODE_OF = {
 }
 
 
+def is_supervised() -> bool:
+    """Then the supervisor owns the directory, and has dealt with a stale .HALT; one there now is meant for us."""
+    return SUPERVISOR_VARIABLE in os.environ
+
+
 class StopSignals:
     """Installs the handlers of one rank, and its sidecar. Make it first thing in the main thread.
 
@@ -43,7 +48,7 @@ class StopSignals:
         self._signalled_at = 0.0
         self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone says no
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
-        has_parent = self.is_supervised or "TORCHELASTIC_RUN_ID" in os.environ
+        has_parent = is_supervised() or "TORCHELASTIC_RUN_ID" in os.environ
         self._parent = os.getppid() if has_parent else None  # who started us from a shell may leave
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._stackdumps = stackdump.install(run, rank)
@@ -66,11 +71,6 @@ class StopSignals:
         if self._signalled is None and self._halt and self._halt.requested():
             return "halt"
         return self._signalled
-
-    @property
-    def is_supervised(self) -> bool:
-        """Then the supervisor has dealt with a stale .HALT, and one that is there now is meant for us."""
-        return SUPERVISOR_VARIABLE in os.environ
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is not None:

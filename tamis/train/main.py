@@ -28,6 +28,7 @@ from tamis.run.hardware import read_gpus
 from tamis.run.heartbeat import read_heartbeats
 from tamis.run.lock import RunLocked
 from tamis.run.records import write_json_atomic, write_text_atomic
+from tamis.run.signals import is_supervised
 from tamis.size import flops_per_token, parameter_count
 from tamis.train.distributed import Workers, device_name, join
 from tamis.train.guards import Anomaly
@@ -174,7 +175,7 @@ def _announce(session: Session) -> None:
 
 def _prepare_directory(session: Session, started: float) -> None:
     run = session.run
-    if not session.signals.is_supervised and (stale := HaltFile(run.halt).discard_stale(started)):
+    if not is_supervised() and (stale := HaltFile(run.halt).discard_stale(started)):
         session.progress.say(f"[tamis] {stale}")
     remove_leftovers(run)
     run.anomaly.unlink(missing_ok=True)

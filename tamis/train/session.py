@@ -13,8 +13,8 @@ from tamis.data import DataError, merge_states, open_loader, validation_batches
 from tamis.data.loader import Batch
 from tamis.model import Decoder
 from tamis.run.directory import RunDirectory
-from tamis.run.lock import RunLock
-from tamis.run.signals import StopReason, StopSignals
+from tamis.run.lock import RunLock, require_no_launch
+from tamis.run.signals import StopReason, StopSignals, is_supervised
 from tamis.run.timeline import set_aside_later
 from tamis.train import step_numbers
 from tamis.train.agreement import fingerprint, raise_difference, require_agreement, together
@@ -49,8 +49,10 @@ class Session:
         self.telemetry.beat("boot", 0)
 
     def _lock_directory(self) -> None:
-        """Never two trainers in one directory."""
+        """Never two trainers in one directory, nor one in the pause before a launch starts its own."""
         if self.workers.is_main:
+            if not is_supervised():
+                require_no_launch(self.run)
             self.lock.acquire("trainer")
 
     def open(self, checkpoint: str | None) -> None:

@@ -175,13 +175,15 @@ def test_stacks_asked_for_before_the_trainer_can_give_any_do_not_end_it(tmp_path
     assert process.returncode == 0, rest
 
 
-def test_two_trainers_never_share_a_directory(server, tmp_path) -> None:
+@pytest.mark.parametrize("held", ["trainer_lock", "lock", "launch_lock"])
+def test_a_trainer_never_shares_a_directory_with_another_or_with_a_launch(server, tmp_path, held: str) -> None:
+    """Between two attempts of a launch no trainer runs; one that slipped in there would end the launch."""
     config = tiny_real_config(tmp_path)
-    with RunLock(RunDirectory(tmp_path).trainer_lock) as lock:
-        lock.acquire("trainer")
+    with RunLock(getattr(RunDirectory(tmp_path), held)) as lock:
+        lock.acquire("owner")
         second = server.start(config)
         assert second.wait() == 2
-    assert f"running trainer (pid {os.getpid()}" in second.output()
+    assert f"running owner (pid {os.getpid()}" in second.output()
 
 
 def test_a_tensorboard_folder_that_cannot_be_written_does_not_end_the_run(server, tmp_path) -> None:
