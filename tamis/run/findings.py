@@ -20,6 +20,7 @@ from tamis.run.records import write_json_atomic, write_text_atomic
 
 Status = Literal["pass", "fail", "not measured"]
 STYLES = {"pass": "green", "fail": "bold red", "not measured": "yellow"}
+VERDICT_STYLES = {"GO": "green", "NO-GO": "bold red", "OPEN": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Finding:
     at: float | None = None  # Unix time of the deciding evidence; None: the moment of judging
     name: str = ""
     remedy: str = ""  # what to try; only a failure carries one
+    is_needed: bool = False  # without this line measured there is no Go
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,12 @@ class Criterion:
     name: str
     judge: Callable[[Any], Finding]
     remedy: str = ""
+    is_needed: bool = False
 
     def apply(self, subject: Any) -> Finding:
         found = self.judge(subject)
-        return replace(found, name=self.name, remedy=(found.remedy or self.remedy) if found.status == "fail" else "")
+        remedy = (found.remedy or self.remedy) if found.status == "fail" else ""
+        return replace(found, name=self.name, remedy=remedy, is_needed=self.is_needed)
 
 
 def passed(evidence: str, at: float | None = None) -> Finding:
@@ -61,18 +65,33 @@ def judged(holds: bool, evidence: str, at: float | None = None) -> Finding:
 
 
 def is_go(findings: Iterable[Finding]) -> bool:
-    """Go: something was measured, and nothing failed."""
-    statuses = [finding.status for finding in findings]
-    return "fail" not in statuses and "pass" in statuses
+    """Go: something was measured, what a Go needs among it, and nothing failed."""
+    return _word(list(findings)) == "GO"
+
+
+def has_failed(findings: Iterable[Finding]) -> bool:
+    return any(finding.status == "fail" for finding in findings)
+
+
+def _word(findings: Sequence[Finding]) -> str:
+    if has_failed(findings):
+        return "NO-GO"
+    return "GO" if any(finding.status == "pass" for finding in findings) and not _still_needed(findings) else "OPEN"
+
+
+def _still_needed(findings: Iterable[Finding]) -> list[str]:
+    return [finding.name for finding in findings if finding.is_needed and finding.status == "not measured"]
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    open_lines = sum(finding.status == "not measured" for finding in findings)
-    failures = sum(finding.status == "fail" for finding in findings)
-    note = f", {open_lines} not measured" if open_lines else ""
-    if is_go(findings):
-        return f"GO ({len(findings) - open_lines} passed{note})"
-    return f"NO-GO ({failures} failed{note})"
+    """GO, NO-GO, or OPEN while something that a Go needs was not measured, and how many lines say what."""
+    word, statuses = _word(findings), [finding.status for finding in findings]
+    told: Status = "fail" if word == "NO-GO" else "pass"
+    counts = f"{statuses.count(told)} {told}ed"
+    if open_lines := statuses.count("not measured"):
+        counts += f", {open_lines} not measured"
+    needed = _still_needed(findings) if word == "OPEN" else []
+    return f"{word} ({counts})" + (f": a Go needs {'; '.join(needed)}" if needed else "")
 
 
 def print_findings(title: str, findings: Sequence[Finding], console: Console | None = None) -> None:
@@ -88,7 +107,7 @@ def print_findings(title: str, findings: Sequence[Finding], console: Console | N
         result = Text(finding.status.upper(), style=STYLES[finding.status])
         table.add_row(str(number), finding.name, result, Text(_evidence_and_remedy(finding)))
     console.print(table)
-    console.print(Text(verdict(findings), style="green" if is_go(findings) else "bold red"))
+    console.print(Text(verdict(findings), style=VERDICT_STYLES[_word(findings)]))
 
 
 def findings_text(title: str, findings: Sequence[Finding]) -> str:

@@ -17,7 +17,7 @@ from tamis.run.findings import (
     Criterion,
     Finding,
     failed,
-    is_go,
+    has_failed,
     not_measured,
     passed,
     print_findings,
@@ -121,8 +121,8 @@ RUNBOOKS = (
         "Production (runbook 2)",
         (
             Criterion("phase 0: wiring, heartbeats present", phase_passed(0)),
-            Criterion("phase 1: no stall, finite, steady, balanced", phase_passed(1)),
-            Criterion("phase 2: longer, memory stable", phase_passed(2)),
+            Criterion("phase 1: no stall, finite, steady, balanced", phase_passed(1), is_needed=True),
+            Criterion("phase 2: longer, memory stable", phase_passed(2), is_needed=True),
             Criterion("heartbeats show the phases of a step on every rank", criteria.heartbeats_on_every_rank),
             Criterion("loss is finite", criteria.loss_finite),
             Criterion("memory is stable", criteria_device.memory_flat),
@@ -141,7 +141,7 @@ def judge(run_dir: str | Path, *, console: Console | None = None) -> int:
         print_findings(title, findings, console)
     every = [finding for findings in results.values() for finding in findings]
     write_findings(directory.path / "judgement", f"Success criteria of {directory.path}", every)
-    return 0 if is_go(every) else 1
+    return 1 if has_failed(every) else 0
 
 
 def judge_runbooks(evidence: Evidence) -> dict[str, list[Finding]]:

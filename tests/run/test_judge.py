@@ -12,7 +12,7 @@ from tamis.run.directory import RunDirectory
 from tamis.run.directory_choice import NoSuchRun
 from tamis.run.events import EventLog
 from tamis.run.evidence import Evidence, read_evidence
-from tamis.run.findings import Criterion, Finding, is_go, verdict
+from tamis.run.findings import Criterion, Finding, has_failed, is_go, verdict
 from tamis.run.judge import RUNBOOKS, judge, judge_runbooks
 from tamis.run.lock import RunLock
 from tamis.run.usage import UsageSample
@@ -268,6 +268,25 @@ def test_nothing_but_measured_lines_can_make_a_go():
     assert is_go([good, unknown])
     assert not is_go([good, bad])
     assert verdict([good, unknown]) == "GO (1 passed, 1 not measured)"
+    assert verdict([good, bad, unknown]) == "NO-GO (1 failed, 1 not measured)"
+    assert verdict([unknown]) == "OPEN (0 passed, 1 not measured)"
+
+
+def test_there_is_no_go_before_what_it_needs_was_measured():
+    def judge(status):
+        return Criterion("phase 1", lambda _: Finding(status, "?"), is_needed=True).apply(None)
+
+    good, bad = Finding("pass", "1"), Finding("fail", "0")
+    assert is_go([good, judge("pass")])
+    assert not is_go([good, judge("not measured")])
+    assert verdict([good, judge("not measured")]) == "OPEN (1 passed, 1 not measured): a Go needs phase 1"
+    assert verdict([bad, judge("not measured")]) == "NO-GO (1 failed, 1 not measured)"
+
+
+def test_a_run_without_its_phases_has_no_go_for_production(tmp_path):
+    production = judge_runbooks(read_evidence(fabricate(tmp_path, steps=40)))["Production (runbook 2)"]
+    assert not has_failed(production)
+    assert verdict(production).startswith("OPEN (4 passed, 3 not measured): a Go needs phase 1")
 
 
 def test_only_a_failure_carries_a_remedy():
