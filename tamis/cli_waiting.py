@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tamis.run.background import repeated
 
 REMIND_EVERY_S = 10.0
 
@@ -14,20 +15,14 @@ REMIND_EVERY_S = 10.0
 @contextmanager
 def announced(what: str) -> Iterator[None]:
     """To stderr, so that a document on stdout stays one."""
-    began, done = time.monotonic(), threading.Event()
+    began = time.monotonic()
 
     def remind() -> None:
-        while not done.wait(REMIND_EVERY_S):
-            _say(f"still {what}, {time.monotonic() - began:.0f} s so far")
+        _say(f"still {what}, {time.monotonic() - began:.0f} s so far")
 
     _say(f"{what} …")
-    thread = threading.Thread(target=remind, daemon=True)
-    thread.start()
-    try:
+    with repeated(REMIND_EVERY_S, remind):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _say(text: str) -> None:

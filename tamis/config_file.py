@@ -27,7 +27,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not text.strip():
         raise ConfigError(f"config file {path} is empty: write at least one section into it, or copy {EXAMPLE}")
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader that also refuses repeated keys
+        tree = read_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {_place_and_problem(error)}") from None
     if tree is None:  # comments alone
@@ -42,7 +42,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def read_value(text: str) -> Any:
     """One value as a config file would hold it."""
-    return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader
+    return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader that also refuses repeated keys
 
 
 def _read_text(path: Path) -> str:

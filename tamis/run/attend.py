@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tamis.config import Config
+from tamis.run.background import repeated
 from tamis.run.directory import RunDirectory
 from tamis.run.findings import utc
 from tamis.run.hardware import Gpu, GpuLost, read_gpus
@@ -30,25 +31,18 @@ def attended(
     read: Callable[[], Sequence[Gpu]] = read_gpus,
 ) -> Iterator[None]:
     """Attend the run of this config in a background thread while the block runs."""
-    stop = threading.Event()
-    directory = RunDirectory(config.train.out_dir)
+    directory, ticks = RunDirectory(config.train.out_dir), itertools.count(1)
 
     def attend() -> None:
-        ticks = 0
-        while not stop.wait(every_s):
-            with suppress(GpuLost):  # the workers will tell, in their own way
-                append_usage(directory, read())
-            ticks += 1
-            if ticks % TICKS_PER_ETA == 0:
-                refresh_eta(directory, config, processes)
+        with suppress(GpuLost):  # the workers will tell, in their own way
+            append_usage(directory, read())
+        if next(ticks) % TICKS_PER_ETA == 0:
+            refresh_eta(directory, config, processes)
 
-    thread = threading.Thread(target=attend, daemon=True, name="attend")
-    thread.start()
     try:
-        yield
+        with repeated(every_s, attend):
+            yield
     finally:
-        stop.set()
-        thread.join()
         refresh_eta(directory, config, processes)
 
 

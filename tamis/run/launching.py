@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.config import Config
+from tamis.run.background import repeated
 from tamis.run.directory import RunDirectory
 from tamis.run.exit_codes import ExitCode
 from tamis.run.halt import HaltFile
@@ -154,21 +154,13 @@ def halts_passed_on(out: RunDirectory, phase: RunDirectory, since: float) -> Ite
     if out.path == phase.path:
         yield
         return
-    done = threading.Event()
 
     def pass_on() -> None:
-        while not done.wait(LOOK_FOR_HALT_EVERY_S):
-            if HaltFile(out.halt).requested(since):
-                HaltFile(phase.halt).request(HaltFile(out.halt).consume())
-                return
+        if HaltFile(out.halt).requested(since):
+            HaltFile(phase.halt).request(HaltFile(out.halt).consume())
 
-    thread = threading.Thread(target=pass_on, daemon=True)
-    thread.start()
-    try:
+    with repeated(LOOK_FOR_HALT_EVERY_S, pass_on):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def estimated_toks_per_s(job: Launch) -> float | None:
