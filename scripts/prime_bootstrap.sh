@@ -31,6 +31,9 @@ if torch.version.cuda and tuple(map(int, re.findall(r"\d+", torch.__version__)[:
 PY
 }
 
+site_of_torch() { "$1" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])'; }
+site_packages() { .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
 show_gpus() {
   if command -v nvidia-smi >/dev/null && gpus=$(nvidia-smi --query-gpu=index,name,memory.total --format=csv,noheader 2>/dev/null); then
     while IFS= read -r gpu; do say "GPU $gpu"; done <<<"$gpus"
@@ -56,6 +59,8 @@ trap 'rm -f "$constraints"' EXIT
 if [ -n "$found" ]; then
   say "reusing the machine's torch $found"
   [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
+  # A torch that lives in an environment of its own is no system package: point at where it lies.
+  .venv/bin/python -c 'import torch' 2>/dev/null || site_of_torch "$python" >"$(site_packages)/machine_torch.pth"
   grep -viE '^(torch|triton|numpy)==' constraints.txt >"$constraints"
 else
   [ -x .venv/bin/python ] || "$python" -m venv .venv

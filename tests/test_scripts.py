@@ -117,6 +117,32 @@ def test_bootstrap_shows_each_gpu_and_installs_once(bare_machine: Path) -> None:
     assert (bare_machine / ".venv" / "calls").read_text().count("pip install") == 1
 
 
+HAS_TORCH_IN_AN_ENVIRONMENT = """
+case "$*" in
+  --version) echo "Python 3.12.0" ;;
+  "-m venv"*) mkdir -p .venv/bin .venv/site && cp "$(dirname "$0")/venv_python" .venv/bin/python ;;
+  -) echo 2.11.0 ;;
+  *torch.__file__*) echo /opt/other/site-packages ;;
+esac
+"""
+SEES_TORCH_ONLY_BY_A_PTH_FILE = """
+case "$*" in
+  *purelib*) echo .venv/site ;;
+  "-c import torch") test -f .venv/site/machine_torch.pth ;;
+  *) cp "$0" .venv/bin/tamis ;;
+esac
+"""
+
+
+def test_bootstrap_reuses_a_torch_that_lives_in_another_environment(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", HAS_TORCH_IN_AN_ENVIRONMENT)
+    write_script(bare_machine / "path" / "venv_python", SEES_TORCH_ONLY_BY_A_PTH_FILE)
+    done = bootstrap(bare_machine)
+    assert done.returncode == 0, done.stderr
+    assert "reusing the machine's torch 2.11.0" in done.stdout
+    assert (bare_machine / ".venv" / "site" / "machine_torch.pth").read_text() == "/opt/other/site-packages\n"
+
+
 def test_bootstrap_refuses_words_it_does_not_know(bare_machine: Path) -> None:
     done = bootstrap(bare_machine, "--tests")
     assert done.returncode == 1
