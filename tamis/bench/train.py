@@ -17,7 +17,7 @@ from tamis.config import Config, build_config
 from tamis.size import parameter_count
 from tamis.train.distributed import choose_device
 from tamis.train.peak import Utilisation
-from tamis.train.probe import NextTokens, measure, random_batches
+from tamis.train.probe import Measurement, NextTokens, Probe, random_batches
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS_PER_STEP = 65536
@@ -33,9 +33,9 @@ def run(config: Config, lengths: list[int], tokens: int, steps: int, warmup: int
     for length in lengths:
         for attention in ("dense", "nsa"):
             shaped = _shaped(config, attention, length, tokens)
-            for source in ("none", "shards") if with_data else ("none",):
-                rows.append(_measure(shaped, device, steps, warmup, source))
-                _print_row(rows[-1])
+            for row in _measured(shaped, device, steps, warmup, ("none", "shards") if with_data else ("none",)):
+                rows.append(row)
+                _print_row(row)
     return {"device": name, "tokens_per_step": tokens, "precision": config.runtime.precision, "rows": rows}
 
 
@@ -46,10 +46,18 @@ def _shaped(config: Config, attention: str, length: int, tokens: int) -> Config:
     return build_config(tree)
 
 
-def _measure(config: Config, device: torch.device, steps: int, warmup: int, source: str) -> dict[str, Any]:
+def _measured(
+    config: Config, device: torch.device, steps: int, warmup: int, sources: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """A row for each source of tokens, all of them on one model: what the source costs is the only difference."""
     torch._dynamo.reset()
-    with _batches(config, source) as next_tokens:
-        measured = measure(config, device, next_tokens, steps, warmup)
+    probe = Probe(config, device)
+    for source in sources:
+        with _batches(config, source) as next_tokens:
+            yield _row(config, device, source, probe.measure(next_tokens, steps, warmup))
+
+
+def _row(config: Config, device: torch.device, source: str, measured: Measurement) -> dict[str, Any]:
     rate = measured.tokens_per_s(config)
     return {
         "length": config.train.seq_len,

@@ -34,6 +34,41 @@ class Measurement:
         return float(np.percentile(self.step_s, percent)) * 1e3
 
 
+class Probe:
+    """A fresh model and its training step, built and compiled once, to be measured on one source of tokens or several.
+
+    With `workers`, as one of them: the gradients then travel as they will in the run.
+    """
+
+    def __init__(self, config: Config, device: torch.device, workers: Workers | None = None) -> None:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        began = time.perf_counter()
+        torch.manual_seed(config.train.seed)
+        self._device, self._steps_taken = device, 0
+        self._step = TrainStep(Decoder(config).to(device), config, workers or Workers(0, 1, device))
+        self._take_step(next(random_batches(config)))
+        _synchronise(device)
+        self._first_step_s = time.perf_counter() - began
+
+    def measure(self, next_tokens: NextTokens, steps: int, warmup: int) -> Measurement:
+        """Train for `warmup + steps` steps more, without waiting for the device between them."""
+        marks = []
+        for number in range(warmup + steps + 1):
+            self._take_step(next_tokens())
+            if number >= warmup:
+                marks.append(mark(self._device))
+        _synchronise(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) / GIB if self._device.type == "cuda" else None
+        seconds = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
+        return Measurement(seconds, self._first_step_s, peak)
+
+    def _take_step(self, tokens_ABS1: np.ndarray) -> None:
+        self._steps_taken += 1
+        self._step(tokens_ABS1, self._steps_taken)
+
+
 def measure(
     config: Config,
     device: torch.device,
@@ -42,27 +77,7 @@ def measure(
     warmup: int,
     workers: Workers | None = None,
 ) -> Measurement:
-    """Train a fresh model for `warmup + steps` steps, without waiting for the device between them.
-
-    With `workers`, as one of them: the gradients then travel as they will in the run.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    torch.manual_seed(config.train.seed)
-    step = TrainStep(Decoder(config).to(device), config, workers or Workers(0, 1, device))
-    step(next_tokens(), 1)
-    _synchronise(device)
-    first_step_s = time.perf_counter() - began
-    marks = []
-    for number in range(warmup + steps + 1):
-        step(next_tokens(), number + 2)
-        if number >= warmup:
-            marks.append(mark(device))
-    _synchronise(device)
-    peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-    return Measurement([seconds_between(a, b) for a, b in itertools.pairwise(marks)], first_step_s, peak)
+    return Probe(config, device, workers).measure(next_tokens, steps, warmup)
 
 
 def random_batches(config: Config) -> Iterator[np.ndarray]:
