@@ -61,7 +61,7 @@ if [ -n "$found" ]; then
   [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
   # A torch that lives in an environment of its own is no system package: point at where it lies.
   .venv/bin/python -c 'import torch' 2>/dev/null || site_of_torch "$python" >"$(site_packages)/machine_torch.pth"
-  grep -viE '^(torch|triton|numpy)==' constraints.txt >"$constraints"
+  grep -viE '^(torch|triton|numpy|setuptools)==' constraints.txt >"$constraints"
 else
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   cp constraints.txt "$constraints"
