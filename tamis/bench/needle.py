@@ -51,13 +51,47 @@ class Setting:
     phi: str = "avg"
     lr: float = 1e-2
     seed: int = 0
+    rope_base: float = 10000.0
+    growing: bool = False  # lengths from the shortest to the longest; else they take turns
+    tokens: int = 1 << 19  # of a batch at most
+    shown: tuple[int, ...] = ()  # lengths measured; none: those trained on
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        return self.shown or self.lengths
+
+    def sequences(self, length: int) -> int:
+        return max(1, min(self.batch, self.tokens // length))
+
+    def length_of(self, step: int) -> int:
+        if not self.growing:
+            return self.lengths[step % len(self.lengths)]
+        # The longest so far and the one before it in turn; the longest of all is reached half way.
+        reached = min(len(self.lengths) - 1, 2 * step * len(self.lengths) // self.steps)
+        return self.lengths[max(0, reached - step % 2)]
 
     def config(self) -> Config:
-        model = {"name": "needle", "dim": self.dim, "n_layers": self.layers, "n_heads": self.heads,
-                 "n_kv_groups": self.groups, "d_k": self.d_k, "d_ff": 2 * self.dim}  # fmt: skip
+        model = {"name": "needle", "dim": self.dim, "n_layers": self.layers, "n_heads": self.heads, "d_k": self.d_k,
+                 "n_kv_groups": self.groups, "d_ff": 2 * self.dim, "rope_base": self.rope_base}  # fmt: skip
         nsa = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w, "phi": self.phi}
-        train = {"seq_len": max(self.lengths), "aux_stats": False}
+        train = {"seq_len": max(self.lengths + self.shown), "aux_stats": False}
         return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": train})
+
+
+# For a GPU: a window of 8 tokens, facts up to 65,536 tokens away, eight times farther than any seen in training. Few
+# angles turn over such a distance with this base, so that what a key says can be matched at any.
+LARGE = Setting(
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    shown=(512, 2048, 8192, 16384, 32768, 65536),
+    growing=True,
+    steps=1600,
+    batch=64,
+    tokens=1 << 15,
+    dim=64,
+    d_k=32,
+    lr=5e-3,
+    rope_base=1e8,
+)
 
 
 def bench_needle(
@@ -69,13 +103,14 @@ def bench_needle(
     model = train_needle(setting, place)
     trained_s = time.perf_counter() - started
     print(f"trained {setting.steps} steps on lengths {list(setting.lengths)} in {trained_s:.1f} s; window {setting.w}")
-    by_length = {length: accuracy_by_depth(model, setting, length, examples) for length in setting.lengths}
+    by_length = {length: accuracy_by_depth(model, setting, length, examples) for length in setting.measured}
     _tell_depths(by_length)
-    ablations = {"nothing": accuracies(model, setting, max(setting.lengths), examples)}
+    longest = max(setting.measured)
+    ablations = {"nothing": accuracies(model, setting, longest, examples)}
     for what in ABLATIONS:
         with ablated(model, what):
-            ablations[what] = accuracies(model, setting, max(setting.lengths), examples)
-    _tell_ablations(ablations)
+            ablations[what] = accuracies(model, setting, longest, examples)
+    _tell_ablations(ablations, longest)
     document = {"bench": "needle", "setting": asdict(setting), "chance": 1 / VALUES, "trained_s": round(trained_s, 1),
                 "accuracy_by_depth": by_length, "ablations": ablations}  # fmt: skip
     folder = Path(out_dir)
@@ -86,7 +121,7 @@ def bench_needle(
 
 
 def train_needle(setting: Setting, device: torch.device) -> Decoder:
-    """A model trained from scratch; the lengths take turns."""
+    """A model trained from scratch."""
     torch.manual_seed(setting.seed)
     model = Decoder(setting.config())
     _widen(model)
@@ -96,8 +131,8 @@ def train_needle(setting: Setting, device: torch.device) -> Decoder:
     for step in range(setting.steps):
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / setting.steps)
-        length = setting.lengths[step % len(setting.lengths)]
-        needles = make_needles(setting.batch, length, setting.w, setting.questions, generator)
+        length = setting.length_of(step)
+        needles = make_needles(setting.sequences(length), length, setting.w, setting.questions, generator)
         _loss(model, needles, device).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -131,29 +166,34 @@ def _predict(model: Decoder, needles: Needles, device: torch.device) -> tuple[Te
 @torch.no_grad()
 def accuracies(model: Decoder, setting: Setting, length: int, examples: int) -> dict[str, float]:
     """Share of facts found, and of filler tokens foretold."""
-    needles = _fresh(setting, length, examples)
-    answers, following, expected = _predict(model, needles, model.embedding.weight.device)
-    found = answers.argmax(-1).cpu() == needles.answers_BQ
-    return {
-        "facts": round(found.float().mean().item(), 4),
-        "filler": round((following.argmax(-1) == expected).float().mean().item(), 4),
-    }
+    found_NQ, foretold, _ = _measure(model, setting, length, examples)
+    return {"facts": round(found_NQ.mean().item(), 4), "filler": round(foretold, 4)}
 
 
 @torch.no_grad()
 def accuracy_by_depth(model: Decoder, setting: Setting, length: int, examples: int) -> list[float]:
     """Share of facts found in each of DEPTHS parts of the reach, the oldest first."""
-    needles = _fresh(setting, length, examples)
-    answers, _, _ = _predict(model, needles, model.embedding.weight.device)
-    found = (answers.argmax(-1).cpu() == needles.answers_BQ).float()
-    part = (needles.depths_BQ * DEPTHS).long().clamp_max(DEPTHS - 1)
-    return [round(found[part == i].mean().item(), 4) for i in range(DEPTHS)]
+    found_NQ, _, depths_NQ = _measure(model, setting, length, examples)
+    part = (depths_NQ * DEPTHS).long().clamp_max(DEPTHS - 1)
+    return [round(found_NQ[part == i].mean().item(), 4) for i in range(DEPTHS)]
 
 
-def _fresh(setting: Setting, length: int, examples: int) -> Needles:
-    """Sequences training has not drawn: another seed, the same for every measurement."""
+def _measure(model: Decoder, setting: Setting, length: int, examples: int) -> tuple[Tensor, float, Tensor]:
+    """Which facts were found, the share of the filler foretold, and the facts' depths, over fresh sequences.
+
+    Fresh: drawn from another seed than training's, the same for every measurement.
+    """
     generator = torch.Generator().manual_seed(setting.seed + 1_000_003)
-    return make_needles(examples, length, setting.w, setting.questions, generator)
+    at_once = max(1, setting.tokens // length)
+    found, depths, foretold, fillers = [], [], 0, 0
+    for first in range(0, examples, at_once):
+        needles = make_needles(min(at_once, examples - first), length, setting.w, setting.questions, generator)
+        answers, following, expected = _predict(model, needles, model.embedding.weight.device)
+        found.append((answers.argmax(-1).cpu() == needles.answers_BQ).float())
+        depths.append(needles.depths_BQ)
+        foretold += int((following.argmax(-1) == expected).sum())
+        fillers += len(expected)
+    return torch.cat(found), foretold / fillers, torch.cat(depths)
 
 
 @contextlib.contextmanager
@@ -193,7 +233,7 @@ def _tell_depths(by_length: dict[int, list[float]]) -> None:
         print(f"{length:8d}" + "".join(f"{share:8.2f}" for share in found))
 
 
-def _tell_ablations(ablations: dict[str, dict[str, float]]) -> None:
-    print(f"{'without':12}{'facts':>8}{'filler':>8}   (chance for facts: {1 / VALUES:.2f})")
+def _tell_ablations(ablations: dict[str, dict[str, float]], length: int) -> None:
+    print(f"{'without':12}{'facts':>8}{'filler':>8}   (at {length} tokens; chance for facts: {1 / VALUES:.2f})")
     for what, shares in ablations.items():
         print(f"{what:12}{shares['facts']:8.2f}{shares['filler']:8.2f}")

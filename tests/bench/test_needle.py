@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.bench.needle import Setting, ablated, accuracies, accuracy_by_depth, bench_needle
+from tamis.bench.needle import LARGE, Setting, ablated, accuracies, accuracy_by_depth, bench_needle
 from tamis.bench.needle_task import ECHO, FILLERS, FIRST_ANSWER, FIRST_FACT, FIRST_QUESTION, VALUES, make_needles
 from tamis.model import Decoder
 
@@ -74,3 +74,26 @@ def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
     model = Decoder(setting.config())
     assert accuracies(model, setting, 64, 128)["facts"] < 0.4
     assert len(accuracy_by_depth(model, setting, 64, 128)) == 5
+
+
+def test_lengths_take_turns_or_grow_to_the_longest() -> None:
+    assert [Setting(lengths=(64, 128), steps=4).length_of(step) for step in range(4)] == [64, 128, 64, 128]
+    grown = [LARGE.length_of(step) for step in range(LARGE.steps)]
+    assert sorted(set(grown)) == sorted(LARGE.lengths)
+    assert set(grown[: LARGE.steps // 16]) == {LARGE.lengths[0]}
+    assert set(grown[LARGE.steps // 2 :]) == set(LARGE.lengths[-2:])
+    assert all(LARGE.sequences(length) * length <= LARGE.tokens for length in LARGE.lengths)
+
+
+def test_a_model_is_measured_beyond_the_lengths_it_was_trained_on_in_pieces(tmp_path: Path, monkeypatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def counted(batch: int, length: int, *rest):
+        made.append((batch, length))
+        return make_needles(batch, length, *rest)
+
+    monkeypatch.setattr("tamis.bench.needle.make_needles", counted)
+    setting = Setting(lengths=(40,), shown=(40, 96), steps=1, batch=2, tokens=200)
+    document = bench_needle(setting, examples=9, out_dir=tmp_path)
+    assert list(document["accuracy_by_depth"]) == [40, 96]
+    assert made[:8] == [(2, 40), (5, 40), (4, 40), (2, 96), (2, 96), (2, 96), (2, 96), (1, 96)]
