@@ -6,6 +6,7 @@ No tensors here, so that every other file of this room agrees on one set of numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 FORCED_BLOCKS = 3  # block 0 and the two newest, always chosen
 
@@ -33,6 +34,11 @@ class NSASpec:
             raise ValueError(
                 f"nsa.n_sel must be at least {FORCED_BLOCKS}, got {self.n_sel}: block 0 and the two newest always count"
             )
+
+    @classmethod
+    def of(cls, section: Any) -> NSASpec:
+        """From the `nsa` section of a config, which also says how a block is compressed."""
+        return cls(l=section.l, d=section.d, l_sel=section.l_sel, n_sel=section.n_sel, w=section.w)
 
     def compressed_blocks(self, tokens: int) -> int:
         """Blocks that lie wholly inside the first `tokens` tokens."""

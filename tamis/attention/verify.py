@@ -5,6 +5,7 @@ Each branch alone is the whole with its gate 1 and the others 0, so that what is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from tamis.attention.spec import NSASpec
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 SELECTION_LIMIT = 1e-5  # share of a row's best score that its choice may lose: float32 rounding, not wrong blocks
+REFERENCE_SCORES = 1 << 29  # heads × queries × keys that the reference may hold, in float32, several times over
 CASES = ("compressed", "selected", "window", "whole")
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 BRANCH_OF = {"k_cmp": 0, "v_cmp": 0, "k_sel": 1, "v_sel": 1, "k_win": 2, "v_win": 2}
@@ -50,8 +52,8 @@ def verify(
     tokens: int | None = None,
     seed: int = 0,
 ) -> list[Check]:
-    """Compare `backend` with the reference at this shape; `tokens` is by default more than every block would cover."""
-    tokens = tokens or (spec.n_sel + 5) * spec.l_sel + 5
+    """Compare `backend` with the reference at this shape, by default at an odd length."""
+    tokens = tokens or odd_length(spec)
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens, seed)
     checks = []
     for branch, case in enumerate(CASES):
@@ -59,6 +61,23 @@ def verify(
         gates = inputs[-1] if case == "whole" else one_branch
         checks += _agreement(case, branch, [*inputs[:-1], gates], spec, backend)
     return [*checks, *(check(inputs, spec, backend) for check in (_selection, _repeats, _causality))]
+
+
+def odd_length(spec: NSASpec) -> int:
+    """A multiple of nothing, with more blocks than a query chooses."""
+    return (spec.n_sel + 5) * spec.l_sel + 5
+
+
+def length_like(seq_len: int, heads: int, spec: NSASpec) -> int:
+    """At which to prove kernels that train on `seq_len`: there itself, or where the reference would not fit, shorter.
+
+    Triton compiles a kernel anew for lengths that divide otherwise. At the length of training nearly all that is proved
+    is the machine code that trains, and the first step finds it compiled.
+    """
+    enough = 5 * spec.n_sel * spec.l_sel  # tokens from which on a long sequence's forms all take part
+    most = min(enough, math.isqrt(REFERENCE_SCORES // heads))
+    even = 16 * spec.l_sel
+    return seq_len if seq_len <= most else max(even, most // even * even)
 
 
 def random_inputs(

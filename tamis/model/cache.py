@@ -52,7 +52,7 @@ class NSACache:
 
     def __init__(self, config: Config, batch: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         nsa, model = config.nsa, config.model
-        self.spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
+        self.spec = NSASpec.of(nsa)
         self.max_blocks = self.spec.compressed_blocks(max_len)
 
         def allocate(tokens: int) -> Tensor:

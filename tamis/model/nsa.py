@@ -22,7 +22,7 @@ class NSALayer(nn.Module):
     def __init__(self, config: Config, rotary: Rotary) -> None:
         super().__init__()
         model, nsa = config.model, config.nsa
-        self.spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
+        self.spec = NSASpec.of(nsa)
         self.heads, self.groups, self.dim = model.n_heads, model.n_kv_groups, model.d_k
         self.rotary = rotary
         # Queries, then keys and values of the compressed, selected and window branches: one matrix, one product.

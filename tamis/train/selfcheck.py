@@ -15,7 +15,7 @@ import torch
 
 from tamis.attention import NSASpec
 from tamis.attention.backend import describe, why_no_kernels
-from tamis.attention.verify import verify
+from tamis.attention.verify import length_like, odd_length, verify
 from tamis.config import Config, load_config
 from tamis.model import Decoder
 from tamis.train.distributed import choose_device
@@ -39,18 +39,22 @@ class Result:
 
 
 def selfcheck(config: Config, device: torch.device) -> list[Result]:
-    return [*attention_agrees(config, device), *model_is_honest(config, device)]
+    return [
+        *attention_agrees(config, device),
+        *attention_agrees(config, device, odd_length(NSASpec.of(config.nsa))),
+        *model_is_honest(config, device),
+    ]
 
 
-def attention_agrees(config: Config, device: torch.device) -> list[Result]:
-    """The kernels against the reference; nothing to compare where the reference itself computes."""
+def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
+    """The kernels against the reference, by default as they train; nothing to compare where the reference computes."""
     dtype = COMPUTE_DTYPE[config.runtime.precision]
-    model, nsa = config.model, config.nsa
+    model, spec = config.model, NSASpec.of(config.nsa)
     if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
         return []
-    spec = NSASpec(l=nsa.l, d=nsa.d, l_sel=nsa.l_sel, n_sel=nsa.n_sel, w=nsa.w)
-    checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
-    return [Result(f"attention {c.name}", c.passed, c.measured, c.limit) for c in checks]
+    tokens = tokens or length_like(config.train.seq_len, model.n_heads, spec)
+    checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec, tokens=tokens)
+    return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
 
 
 def require_right_attention(config: Config, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.attention.devices import DEVICE  # isort: skip
 from tamis.attention import NSASpec, op, reference
 from tamis.attention import verify as module
-from tamis.attention.verify import Check, verify
+from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify
 
 SMALL = NSASpec(l=4, d=2, l_sel=4, n_sel=4, w=6)
 
@@ -101,3 +101,16 @@ def test_what_is_not_finite_or_too_large_never_passes(measured):
 
 def test_the_reference_verifies_itself():
     assert not failures(backend="reference")[0]
+
+
+@pytest.mark.parametrize(("heads", "seq_len"), [(12, 96), (12, 2048), (12, 2049), (12, 4096), (64, 2048)])
+def test_kernels_are_proved_at_the_length_they_train_on(heads, seq_len):
+    assert length_like(seq_len, heads, NSASpec()) == seq_len
+
+
+@pytest.mark.parametrize(("heads", "seq_len", "expected"), [(12, 8192, 5120), (12, 65536, 5120), (64, 8192, 2048)])
+def test_long_sequences_are_proved_at_a_length_the_reference_can_hold(heads, seq_len, expected):
+    length = length_like(seq_len, heads, NSASpec())
+    assert length == expected
+    assert heads * length**2 <= REFERENCE_SCORES
+    assert NSASpec().selection_blocks(length) % 16 == 0  # divides as the blocks of the long sequence do

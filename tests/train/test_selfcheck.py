@@ -45,7 +45,18 @@ def test_a_model_that_ignores_its_input_does_not_pass_as_causal(monkeypatch: pyt
 
 def test_a_kernel_that_disagrees_stops_training_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)  # as on a GPU the kernels serve
-    monkeypatch.setattr(selfcheck, "verify", lambda *_: [Check("selected dq", float("nan"), 5e-3)])
+    monkeypatch.setattr(selfcheck, "verify", lambda *_, **__: [Check("selected dq", float("nan"), 5e-3)])
     with pytest.raises(Anomaly, match="selected dq") as caught:
         selfcheck.require_right_attention(tiny(), torch.device("cuda"))
     assert caught.value.kind == "attention_mismatch"
+
+
+def test_training_proves_its_own_length_and_the_checks_an_odd_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[int] = []
+    monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(selfcheck, "model_is_honest", lambda *_: [])
+    monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: proved.append(tokens) or [])
+    selfcheck.require_right_attention(tiny(), torch.device("cuda"))
+    assert proved == [96]
+    selfcheck.selfcheck(tiny(), torch.device("cuda"))
+    assert proved == [96, 96, (3 + 5) * 16 + 5]
