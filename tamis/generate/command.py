@@ -41,8 +41,7 @@ def generate_command(
     print(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", file=notes, flush=True)
     run = _stream if len(texts) == 1 else _collect
     started = time.perf_counter()
-    first_at, steps = run(loaded, texts, max_new_tokens, sampling, out)
-    _tell_speed(len(texts), first_at - started, time.perf_counter() - first_at, steps, notes)
+    _tell_speed(len(texts), started, run(loaded, texts, max_new_tokens, sampling, out), notes)
 
 
 def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) -> list[str]:
@@ -63,35 +62,35 @@ def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) ->
 
 def _stream(
     loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling: Sampling, out: TextIO
-) -> tuple[float, int]:
-    """Print one prompt and its continuation as it is drawn; when the first piece came, and the steps taken."""
-    first_at, steps = 0.0, -1  # the last piece only closes an unfinished character
+) -> list[float]:
+    """Print one prompt and its continuation as it is drawn; when each token came."""
+    came: list[float] = []
     for (piece,) in generate_texts(loaded.model, loaded.tokenizer, texts, max_new_tokens, sampling):
-        out.write(piece if first_at else texts[0] + piece)  # a prompt that is refused is not printed
-        first_at = first_at or time.perf_counter()
-        steps += 1
+        out.write(piece if came else texts[0] + piece)  # a prompt that is refused is not printed
+        came.append(time.perf_counter())
         out.flush()
     out.write("\n")
-    return first_at, steps
+    return came[:-1]  # the last piece only closes an unfinished character
 
 
 def _collect(
     loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling: Sampling, out: TextIO
-) -> tuple[float, int]:
-    """Continue all prompts together and print them in order when all are done."""
-    first_at, steps, whole = 0.0, -1, list(texts)
+) -> list[float]:
+    """Continue all prompts together and print them in order when all are done; when each step's tokens came."""
+    came, whole = [], list(texts)
     for pieces in generate_texts(loaded.model, loaded.tokenizer, texts, max_new_tokens, sampling):
-        first_at = first_at or time.perf_counter()
-        steps += 1
+        came.append(time.perf_counter())
         whole = [text + piece for text, piece in zip(whole, pieces, strict=True)]
     for number, text in enumerate(whole, 1):
         print(f"--- prompt {number} of {len(whole)}\n{text}", file=out)
-    return first_at, steps
+    return came[:-1]
 
 
-def _tell_speed(prompts: int, prefill_s: float, decode_s: float, steps: int, notes: TextIO) -> None:
-    line = f"first token after {prefill_s:.2f} s"
-    if steps > 1:
-        rate = prompts * (steps - 1) / decode_s
-        line += f", then {rate:.1f} tokens/s ({decode_s / (steps - 1) * 1e3:.2f} ms a step, {prompts} prompts)"
+def _tell_speed(prompts: int, started: float, came: list[float], notes: TextIO) -> None:
+    """The first step after the prompt also compiles and captures on a GPU: it is told apart from those that follow."""
+    line = f"first token after {came[0] - started:.2f} s"
+    if len(came) > 2:
+        step_s = (came[-1] - came[1]) / (len(came) - 2)
+        line += f", second after {came[1] - started:.2f} s, then {prompts / step_s:.1f} tokens/s"
+        line += f" ({step_s * 1e3:.2f} ms a step, {prompts} prompts)"
     print(line, file=notes, flush=True)
