@@ -66,6 +66,10 @@ def test_a_variable_sets_its_key_and_says_so(name: str) -> None:
         assert value_of(request.config, key) == value != value_of(parsed().config, key)
 
 
+def test_the_version_that_images_set_is_no_setting_of_nccl() -> None:
+    assert variable_overrides({"NCCL_VERSION": "2.28.3-1"}) == ([], [])
+
+
 @pytest.mark.parametrize("name", [*PASSED_ON, "NCCL_P2P_DISABLE", "NCCL_ALGO"])
 def test_variables_of_others_are_said_and_passed_on(name: str) -> None:
     overrides, effects = variable_overrides({name: "1"})
