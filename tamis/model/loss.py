@@ -39,7 +39,8 @@ def _linear_cross_entropy(
         total += _cross_entropy_(logits, target, vocab_size, needs_gradient).to(total.dtype)
         if needs_gradient:  # the logits are now softmax minus target, not yet divided by the row count
             torch.mm(logits, cast, out=d_hidden[start : start + rows])
-            d_weight += _product(logits.T, part, d_weight.dtype)
+            product = _product(logits.T, part, d_weight.dtype)
+            d_weight = product if start == 0 else d_weight.add_(product)
     return total / hidden.shape[0], d_hidden, d_weight
 
 
@@ -54,7 +55,7 @@ def _(
 def _gradients_like(hidden: Tensor, weight: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
     if not needed:
         return hidden.new_empty(0), weight.new_empty(0)
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=_wide(weight))
+    return torch.empty_like(hidden), torch.empty_like(weight, dtype=_wide(weight))
 
 
 def _cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, write_gradient: bool) -> Tensor:

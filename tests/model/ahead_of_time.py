@@ -1,0 +1,43 @@
+"""Compile, without a GPU, the model's own kernels as M7C launches them, and read what the binaries need.
+
+Run as a program in a process without TRITON_INTERPRET: `python -m tests.model.ahead_of_time 90`; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from tests.attention.ahead_of_time import record_launches, resources
+
+ROWS, VOCAB, PADDED, WIDTH = 64, 50257, 50304, 2240
+
+
+def launch_everything(dtype: torch.dtype) -> None:
+    from tamis.model.loss_kernel import cross_entropy_rows_
+    from tamis.model.swiglu_kernel import swiglu_rows, swiglu_rows_backward
+
+    logits, targets = torch.empty(ROWS, PADDED, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
+    for write_gradient in (False, True):
+        cross_entropy_rows_(logits, targets, VOCAB, write_gradient)
+    merged = torch.empty(ROWS, 2 * WIDTH, dtype=dtype)
+    swiglu_rows_backward(swiglu_rows(merged), merged)
+
+
+def narrow_loads(kernel) -> int:  # type: ignore[no-untyped-def]
+    """Loads of one number, where a thread could have loaded 16 bytes."""
+    return len(re.findall(r"ld\.global\.[bu](?:16|32)\s", kernel.asm["ptx"]))
+
+
+def main() -> None:
+    compiled = record_launches(int(sys.argv[1]))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        launch_everything(dtype)
+    print(json.dumps({name: resources(k) | {"narrow_loads": narrow_loads(k)} for name, k in compiled.items()}))
+
+
+if __name__ == "__main__":
+    main()
