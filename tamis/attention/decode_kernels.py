@@ -1,11 +1,12 @@
 """Triton: one query of each sequence over its caches, in two launches; nothing is read back by the host.
 
-`_scan_kernel` walks the compressed blocks and the window, split over programs, and leaves every split's output and
-log-sum-exp, and the compressed logits. `_finish_kernel` scores and chooses the blocks, walks its share of the chosen
-tokens, and the last program of a group to arrive mixes all splits of all branches under the gates, in a fixed order.
+`_scan_kernel` walks the compressed blocks, split over programs, and leaves every split's output and log-sum-exp, and
+the logits. In `_finish_kernel` some programs of a group choose the blocks and walk their share of the chosen tokens,
+others the window, one merges what the scan left, and the last to arrive adds it all up under the gates, in a fixed
+order. So memory is read while blocks are chosen.
 
-Shapes: B sequences, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, then window,
-then selected), 2: key, then value. Logits and log-sum-exps are in base 2.
+Shapes: B sequences, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, selected,
+window, then the merged compressed one), 2: key, then value. Logits and log-sum-exps are in base 2.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,15 +18,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tamis.attention.decode_choice import UNUSED, chosen_blocks
 from tamis.attention.spec import NSASpec
-from tamis.attention.tiles import LOG2E, Tile, padded, precision
+from tamis.attention.tiles import LOG2E, Tile, is_ampere, padded, precision
 
-SCANS_WANTED = 528  # programs of the first launch: four for each multiprocessor of an H200
-FINISHES_WANTED = 132  # of the second: each chooses the blocks anew, so one for each multiprocessor
-MOST_SPLITS = 32  # of one branch; merging more costs more than the shorter walk saves
-SCORE_ELEMENTS = 8192  # (head, block) pairs scored at once, in registers
-MERGE_ELEMENTS = 8192  # (split, head, dim) numbers merged at once
+FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
+SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch: two, or four for each multiprocessor of an H200
+WALKERS = 128  # of chosen tokens, in the second: each chooses the blocks anew, so one for each multiprocessor
+MOST_WALKERS = 8  # of one pair
+MOST_SPLITS = 64  # of one branch; merging more costs more than the shorter walk saves
+SCORE_BLOCKS = 1024  # selection blocks scored at once, in registers
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Splits:
 
     @property
     def total(self) -> int:
-        return self.compressed + self.window + self.selected
+        return self.compressed + self.window + self.selected + 1
 
 
 @triton.jit
@@ -84,14 +88,16 @@ def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.con
     return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["G", "x_cmp", "x_win", "x"])
+@triton.jit(do_not_specialize=["G", "x"])
 def _scan_kernel(
-    q, positions, compressed, window, part, part_lse, part_reads, logits, arrived,
-    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, stride_wb, stride_wt, stride_w2, stride_wg,
-    columns, G, slots, x_cmp, x_win, x, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    q, positions, compressed, part, part_lse, part_reads, logits, arrived,
+    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, columns, G, x, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # the second kernel may take its place; it waits there for the end of this one
+    PIECES_SEL: tl.constexpr = L_SEL // STRIDE
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = qg // G, qg % G
@@ -99,175 +105,126 @@ def _scan_kernel(
     q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
     column = tl.arange(0, DP)
     r = tl.arange(0, RP)
-    n = tl.arange(0, BN)
     m = tl.full([RP], float("-inf"), tl.float32)
     total = tl.zeros([RP], tl.float32)
     acc = tl.zeros([RP, DP], tl.float32)
-    if split < x_cmp:
-        blocks = tl.maximum((seen_tokens - L + STRIDE) // STRIDE, 0)
-        share = tl.cdiv(tl.cdiv(blocks, x_cmp), BN) * BN
-        begin = split * share
-        end = tl.minimum(begin + share, blocks)
-        compressed += query * stride_cb + group * stride_cg
-        PIECES_SEL: tl.constexpr = L_SEL // STRIDE
-        logits += qg * R * PIECES_SEL * columns
-        for first in range(begin, end, BN):
-            i = first + n
-            m, total, acc, s = _softmax_step(
-                q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, D, PRECISION
-            )
-            # Block i is kept at [i % PIECES_SEL, i // PIECES_SEL]: what scoring reads together lies together.
-            at = logits + r[:, None] * PIECES_SEL * columns + (i % PIECES_SEL * columns + i // PIECES_SEL)[None, :]
-            tl.store(at, s, mask=(r < R)[:, None] & (i < end)[None, :])
-    else:
-        oldest = tl.maximum(seen_tokens - W, 0)
-        share = tl.cdiv(tl.cdiv(seen_tokens - oldest, x_win), BN) * BN
-        begin = oldest + (split - x_cmp) * share
-        end = tl.minimum(begin + share, seen_tokens)
-        window += query * stride_wb + group * stride_wg
-        for first in range(begin, end, BN):
-            t = first + n
-            m, total, acc, _ = _softmax_step(
-                q_tile, window, t % slots, t < end, column, stride_wt, stride_w2, m, total, acc, scale, D, PRECISION
-            )
+    blocks = tl.maximum((seen_tokens - L + STRIDE) // STRIDE, 0)
+    share = tl.cdiv(tl.cdiv(blocks, tl.num_programs(1)), BN) * BN
+    begin = split * share
+    end = tl.minimum(begin + share, blocks)
+    compressed += query * stride_cb + group * stride_cg
+    logits += qg * R * PIECES_SEL * columns
+    for first in range(begin, end, BN):
+        i = first + tl.arange(0, BN)
+        m, total, acc, s = _softmax_step(
+            q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, D, PRECISION
+        )
+        # Block i is kept at [i % PIECES_SEL, i // PIECES_SEL]: what scoring reads together lies together.
+        at = logits + r[:, None] * PIECES_SEL * columns + (i % PIECES_SEL * columns + i // PIECES_SEL)[None, :]
+        tl.store(at, s, mask=(r < R)[:, None] & (i < end)[None, :])
     _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, tl.maximum(end - begin, 0), R, RP, D, DP)
     if split == 0:
         tl.store(arrived + qg, 0)
 
 
 @triton.jit
-def _branch_lse(part_lse, first, splits, R: tl.constexpr, RH: tl.constexpr, XP: tl.constexpr):
-    """Log-sum-exp of each head over the splits of a branch; 0 where it saw nothing, so that weights come out 0."""
-    x = tl.arange(0, XP)
-    r = tl.arange(0, RH)
-    mask = (x < splits)[:, None] & (r < R)[None, :]
-    lse = tl.load(
-        part_lse + (first + x)[:, None] * R + r[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg"
-    )
-    m = tl.max(lse, 0)
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.sum(tl.exp2(lse - m_safe[None, :]), 0)
-    return tl.where(total > 0.0, m_safe + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.constexpr):
+    """`gate · branch` from the splits of a branch; `row` and `at` are each element's head and place in a split.
 
-
-@triton.jit
-def _best_blocks(logits, lse, columns, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr,
-                 R: tl.constexpr, RH: tl.constexpr, NP: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
-    """Ids of the NP best-scored blocks among 1 … newest−2, best first; meaningless where there are fewer."""
-    r = tl.arange(0, RH)
-    best = tl.full([NP], -1, tl.int64)
-    for first in range(0, newest - 1, BJ):
-        j = first + tl.arange(0, BJ)
-        candidate = (j >= 1) & (j <= newest - 2)
-        score = tl.zeros([BJ], tl.float32)
-        # Every compressed block that touches j begins at one of these offsets, and lies in it with `overlap` pieces.
-        for offset in tl.range(1 - PIECES, PIECES_SEL, loop_unroll_factor=min(8, PIECES + PIECES_SEL - 1)):
-            i = j * PIECES_SEL + offset
-            inside = candidate & (i >= 0) & (i < blocks)
-            shifted = offset + PIECES * PIECES_SEL  # not negative, so that quotient and rest are whole
-            place = shifted % PIECES_SEL * columns + j + shifted // PIECES_SEL - PIECES
-            at = logits + r[:, None] * PIECES_SEL * columns + place[None, :]
-            s = tl.load(at, mask=inside[None, :] & (r < R)[:, None], other=float("-inf"))
-            overlap = tl.minimum(offset + PIECES, PIECES_SEL) - tl.maximum(offset, 0)
-            score += tl.sum(tl.exp2(s - lse[:, None]), 0) * overlap
-        # (score bits, inverted index): a larger key is a better block, ties go to the lower index.
-        key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
-        piece = tl.topk(tl.where(candidate, key, -1), NP)
-        best = tl.topk(tl.reshape(tl.join(best, piece), [2 * NP]), NP)
-    return 2147483647 - (best & 2147483647).to(tl.int32)
-
-
-@triton.jit
-def _mixed_rows(part, part_lse, gates, r, x_cmp, x_win, x_sel, R: tl.constexpr, RH: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, XP: tl.constexpr, BX: tl.constexpr):  # fmt: skip
-    """`Σ gate · branch` from the splits of all branches, `[RH, DP]`."""
-    column = tl.arange(0, DP)
-    lse_cmp = _branch_lse(part_lse, 0, x_cmp, R, RH, XP)
-    lse_win = _branch_lse(part_lse, x_cmp, x_win, R, RH, XP)
-    lse_sel = _branch_lse(part_lse, x_cmp + x_win, x_sel, R, RH, XP)
-    gate_cmp = tl.load(gates + r * 3, mask=r < R, other=0.0).to(tl.float32)
-    gate_sel = tl.load(gates + r * 3 + 1, mask=r < R, other=0.0).to(tl.float32)
-    gate_win = tl.load(gates + r * 3 + 2, mask=r < R, other=0.0).to(tl.float32)
-    mixed = tl.zeros([RH, DP], tl.float32)
-    for first in range(0, x_cmp + x_win + x_sel, BX):
-        x = first + tl.arange(0, BX)
-        is_cmp, is_win = (x < x_cmp)[:, None], (x < x_cmp + x_win)[:, None]
-        whole = tl.where(is_cmp, lse_cmp[None, :], tl.where(is_win, lse_win[None, :], lse_sel[None, :]))
-        gate = tl.where(is_cmp, gate_cmp[None, :], tl.where(is_win, gate_win[None, :], gate_sel[None, :]))
-        mask = (x < x_cmp + x_win + x_sel)[:, None] & (r < R)[None, :]
-        lse = tl.load(part_lse + x[:, None] * R + r[None, :], mask=mask, other=float("-inf"), cache_modifier=".cg")
-        weight = gate * tl.exp2(lse - whole)
-        at = part + (x[:, None] * R + r[None, :])[:, :, None] * D + column[None, None, :]
-        out = tl.load(at, mask=mask[:, :, None] & (column < D)[None, None, :], other=0.0, cache_modifier=".cg")
-        mixed += tl.sum(weight[:, :, None] * out, 0)
-    return mixed
+    Every thread reads its own elements and their heads' log-sum-exps, so that none waits for another.
+    """
+    m = tl.full(row.shape, float("-inf"), tl.float32)
+    for x in tl.range(0, splits, loop_unroll_factor=8):
+        m = tl.maximum(m, tl.load(part_lse + x * R + row, mask=mask, other=float("-inf"), cache_modifier=".cg"))
+    m = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.zeros(row.shape, tl.float32)
+    mixed = tl.zeros(row.shape, tl.float32)
+    for x in tl.range(0, splits, loop_unroll_factor=8):
+        lse = tl.load(part_lse + x * R + row, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(lse - m)
+        total += weight
+        mixed += weight * tl.load(part + x * R * D + at, mask=mask, other=0.0, cache_modifier=".cg")
+    gate = tl.load(gate + row * 3, mask=mask, other=0.0).to(tl.float32)
+    return mixed * (gate / tl.where(total > 0.0, total, 1.0))
 
 
 @triton.jit(do_not_specialize=["G", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
-    q, positions, selected, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg,
-    columns, G, x_cmp, x_win, x_sel, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr,
-    BJ: tl.constexpr, BX: tl.constexpr, XP: tl.constexpr,
+    q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
+    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
+    columns, slots, G, x_cmp, x_win, x_sel, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    NP: tl.constexpr, BJ: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    FREE: tl.constexpr = N_SEL - 3  # chosen by score; block 0 and the two newest are chosen always
-    UNUSED: tl.constexpr = 2147483647
-    x = x_cmp + x_win + x_sel
+    x = x_cmp + x_sel + x_win + 1
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = qg // G, qg % G
-    position = tl.load(positions + query).to(tl.int32)
-    newest = position // L_SEL
-    slot = tl.arange(0, NP)
-    chosen = tl.where(slot <= newest, slot, UNUSED)  # early queries take every block there is
-    if newest >= N_SEL:
-        lse = _branch_lse(part_lse + qg * x * R, 0, x_cmp, R, RH, XP)
-        blocks = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
-        chosen = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest - 1, newest))
-        if FREE > 0:
-            best = _best_blocks(
-                logits + qg * R * (L_SEL // STRIDE) * columns, lse, columns, blocks, newest,
-                L // STRIDE, L_SEL // STRIDE, R, RH, NP, BJ,
-            )  # fmt: skip
-            chosen = tl.where(slot < FREE, best, chosen)
-    chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
-    if split == 0:
-        tl.store(ids + qg * N_SEL + slot, tl.where(chosen == UNUSED, -1, chosen), mask=slot < N_SEL)
-
-    q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
-    selected += query * stride_sb + group * stride_sg
+    part += qg * x * R * D
+    part_lse += qg * x * R
+    gates += qg * R * 3
     column = tl.arange(0, DP)
-    m = tl.full([RP], float("-inf"), tl.float32)
-    total = tl.zeros([RP], tl.float32)
-    acc = tl.zeros([RP, DP], tl.float32)
-    read = 0
-    share = tl.cdiv(tl.cdiv(N_SEL * L_SEL, x_sel), BN) * BN
-    for first in range(split * share, tl.minimum((split + 1) * share, N_SEL * L_SEL), BN):
-        place = first + tl.arange(0, BN)
-        inside = place < N_SEL * L_SEL
-        block = tl.gather(chosen, tl.where(inside, place // L_SEL, 0), 0)
-        token = block * L_SEL + place % L_SEL
-        seen = inside & (block != UNUSED) & (token <= position)
-        m, total, acc, _ = _softmax_step(
-            q_tile, selected, tl.where(seen, token, 0), seen, column, stride_st, stride_s2, m, total, acc, scale,
-            D, PRECISION,
-        )  # fmt: skip
-        read += tl.sum(seen.to(tl.int32), 0)
-    _store_split(part, part_lse, part_reads, qg * x + x_cmp + x_win + split, m, total, acc, read, R, RP, D, DP)
+    # As if nothing lay side by side, or Triton would spread elements and log-sum-exps over threads in different ways.
+    row = tl.max_contiguous(tl.broadcast_to(tl.arange(0, RH)[:, None], [RH, DP]), [1, 1])
+    at = tl.max_contiguous(row * D + column[None, :], [1, 1])
+    mask = (row < R) & (column < D)[None, :]
+    position = tl.load(positions + query).to(tl.int32)
+    q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
+    if EARLY:
+        gdc_wait()
+    if split == x_sel + x_win:
+        mixed = _merged(part, part_lse, gates, x_cmp, row, at, mask, R, D)
+        tl.store(part + (x - 1) * R * D + at, mixed, mask=mask)
+    else:
+        is_sel = split < x_sel
+        chosen = tl.full([NP], 0, tl.int32)
+        if is_sel:
+            chosen = chosen_blocks(
+                logits + qg * R * (L_SEL // STRIDE) * columns, part_lse, position, x_cmp, columns, L, STRIDE, L_SEL,
+                N_SEL, R, RH, NP, BJ, XP,
+            )  # fmt: skip
+            if split == 0:
+                slot = tl.arange(0, NP)
+                tl.store(ids + qg * N_SEL + slot, tl.where(chosen == UNUSED, -1, chosen), mask=slot < N_SEL)
+        # One loop for both branches, so that they share one set of buffers. A place is a token of the chosen blocks,
+        # one block after the other, or of the window.
+        places = tl.where(is_sel, N_SEL * L_SEL, W)
+        share = tl.cdiv(tl.cdiv(places, tl.where(is_sel, x_sel, x_win)), BN) * BN
+        begin = tl.where(is_sel, split, split - x_sel) * share
+        kv = tl.where(
+            is_sel, selected + (query * stride_sb + group * stride_sg), window + (query * stride_wb + group * stride_wg)
+        )
+        stride_t, stride_2 = tl.where(is_sel, stride_st, stride_wt), tl.where(is_sel, stride_s2, stride_w2)
+        slots = tl.where(is_sel, UNUSED, slots)
+        oldest = tl.maximum(position + 1 - W, 0)
+        m = tl.full([RP], float("-inf"), tl.float32)
+        total = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DP], tl.float32)
+        read = 0
+        for first in range(begin, tl.minimum(begin + share, places), BN):
+            place = first + tl.arange(0, BN)
+            inside = place < places
+            block = tl.gather(chosen, tl.where(inside & is_sel, place // L_SEL, 0), 0)
+            token = tl.where(is_sel, block * L_SEL + place % L_SEL, oldest + place)
+            seen = inside & (block != UNUSED) & (token <= position)
+            m, total, acc, _ = _softmax_step(
+                q_tile, kv, tl.where(seen, token % slots, 0), seen, column, stride_t, stride_2, m, total, acc, scale,
+                D, PRECISION,
+            )  # fmt: skip
+            read += tl.sum(seen.to(tl.int32), 0)
+        _store_split(part, part_lse, part_reads + qg * x, x_cmp + split, m, total, acc, read, R, RP, D, DP)
 
     tl.debug_barrier()  # every thread's share is stored before one of them says so
-    if tl.atomic_add(arrived + qg, 1) == x_sel - 1:
-        r = tl.arange(0, RH)
-        mixed = _mixed_rows(
-            part + qg * x * R * D, part_lse + qg * x * R, gates + qg * R * 3, r, x_cmp, x_win, x_sel, R, RH, D, DP, XP,
-            BX,
-        )  # fmt: skip
-        at = out + (qg * R + r)[:, None] * D + column[None, :]
-        tl.store(at, mixed.to(out.dtype.element_ty), mask=(r < R)[:, None] & (column < D)[None, :])
-        each = tl.arange(0, XP)
-        counted = tl.load(part_reads + qg * x + each, mask=each < x, other=0, cache_modifier=".cg")
+    if tl.atomic_add(arrived + qg, 1) == x_sel + x_win:
+        mixed = tl.load(part + (x - 1) * R * D + at, mask=mask, other=0.0, cache_modifier=".cg")
+        part += x_cmp * R * D
+        part_lse += x_cmp * R
+        mixed += _merged(part, part_lse, gates + 1, x_sel, row, at, mask, R, D)
+        mixed += _merged(part + x_sel * R * D, part_lse + x_sel * R, gates + 2, x_win, row, at, mask, R, D)
+        tl.store(out + qg * R * D + at, mixed.to(out.dtype.element_ty), mask=mask)
+        each = tl.arange(0, 4 * XP)
+        counted = tl.load(part_reads + qg * x + each, mask=each < x - 1, other=0, cache_modifier=".cg")
         tl.store(reads + qg, tl.sum(counted, 0))
 
 
@@ -289,63 +246,63 @@ def decode(
     B, H, D = q_BHD.shape
     N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
     R, DP = H // G, padded(D)
-    splits = splits or splits_for(B * G, N, spec)
-    X = splits.total
-    columns = 16 * triton.cdiv(triton.cdiv(N, spec.pieces_per_selected), 16)
+    scan, finish = _tiles(DP, q_BHD, B * G)
+    splits = splits or splits_for(B * G, N, spec, scan, finish)
+    X, early = splits.total, launches_early(q_BHD)
+    NP = triton.next_power_of_2(spec.n_sel)
+    blocks = spec.selection_blocks(selected_BT2GD.shape[1])
+    BJ = max(4 * NP, min(SCORE_BLOCKS, triton.next_power_of_2(blocks)))
+    columns = BJ * triton.cdiv(blocks, BJ)  # whole pieces of BJ blocks, for scores are read without masks
+    lead = 16 * triton.cdiv(spec.pieces_per_compressed, 16 * spec.pieces_per_selected)  # and so before block 0
     part, part_lse, logits = (
         torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
-        for shape in ((B, G, X, R, D), (B, G, X, R), (B, G, R, spec.pieces_per_selected, columns))
+        for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * spec.pieces_per_selected * columns,))
     )
     part_reads, arrived, reads, ids = (
         torch.empty(*shape, dtype=torch.int32, device=q_BHD.device)
         for shape in ((B, G, X), (B, G), (B, G), (B, G, spec.n_sel))
     )
-    out = torch.empty_like(q_BHD)
+    out, logits = torch.empty_like(q_BHD), logits[lead:]
     shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)),
-             "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype)}  # fmt: skip
-    scan, finish = _tiles(DP, q_BHD.dtype)
+             "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype), "EARLY": early}  # fmt: skip
     scale = D**-0.5 * LOG2E
-    _scan_kernel[(B * G, splits.compressed + splits.window)](
-        q_BHD, positions_B, compressed_BN2GD, window_BW2GD, part, part_lse, part_reads, logits, arrived,
-        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], *window_BW2GD.stride()[:4],
-        columns, G, window_BW2GD.shape[1], splits.compressed, splits.window, X, scale,
-        W=spec.w, BN=scan.keys, **shape,
-        num_warps=scan.warps, num_stages=scan.stages,
+    _scan_kernel[(B * G, splits.compressed)](
+        q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived,
+        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], columns, G, X, scale, BN=scan.keys, **shape,
+        **scan.options,
     )  # fmt: skip
-    RH, NP = triton.next_power_of_2(R), triton.next_power_of_2(spec.n_sel)
-    _finish_kernel[(B * G, splits.selected)](
-        q_BHD, positions_B, selected_BT2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-        *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], columns, G, splits.compressed, splits.window,
-        splits.selected, scale,
-        N_SEL=spec.n_sel, RH=RH, BN=finish.keys, NP=NP,
-        BJ=_blocks_at_once(selected_BT2GD.shape[1], RH, NP, spec),
-        BX=max(1, min(16, MERGE_ELEMENTS // (RH * DP))), XP=max(64, triton.next_power_of_2(X)), **shape,
-        num_warps=finish.warps, num_stages=finish.stages,
+    _finish_kernel[(B * G, splits.selected + splits.window + 1)](
+        q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
+        ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], columns,
+        window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale,
+        N_SEL=spec.n_sel, W=spec.w, RH=triton.next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ, XP=MOST_SPLITS,
+        **shape, **finish.options, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, ids, reads
 
 
-def _blocks_at_once(capacity: int, heads: int, least: int, spec: NSASpec) -> int:
-    """Selection blocks scored at once: all of a short cache, else as many as the registers hold."""
-    every = triton.next_power_of_2(spec.selection_blocks(capacity))
-    return max(least, min(every, 1024, SCORE_ELEMENTS // heads))
+def launches_early(q: Tensor) -> bool:
+    """Whether the second kernel may take its place before the first has ended, and wait there: from Hopper on."""
+    return q.is_cuda and not is_ampere(q)
 
 
-def splits_for(programs: int, blocks: int, spec: NSASpec) -> Splits:
+def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Tile) -> Splits:
     """Enough splits to fill the device when there are few (query, group) pairs, one when there are many."""
-    scans, finishes = (max(1, min(MOST_SPLITS, n // programs)) for n in (SCANS_WANTED, FINISHES_WANTED))
+    scans = max(1, min(MOST_SPLITS, (SCANS_OF_FEW if programs <= FEW else SCANS_OF_MANY) // programs))
+    walkers = max(1, min(MOST_WALKERS, WALKERS // programs))
     return Splits(
-        compressed=min(scans, triton.cdiv(blocks, 128)),
-        window=min(scans, triton.cdiv(spec.w, 128)),
-        selected=min(finishes, triton.cdiv(spec.n_sel * spec.l_sel, 128)),
+        compressed=max(1, min(scans, triton.cdiv(blocks, scan.keys))),
+        window=min((walkers + 1) // 2, triton.cdiv(spec.w, finish.keys)),
+        selected=min(walkers, triton.cdiv(spec.n_sel * spec.l_sel, finish.keys)),
     )
 
 
-def _tiles(padded_dim: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+def _tiles(padded_dim: int, q: Tensor, programs: int) -> tuple[Tile, Tile]:
     """Of the scanning and the finishing kernel; rows are those of one group's heads, whatever their number."""
-    if dtype == torch.float32:
+    if q.dtype == torch.float32:
         return Tile(16, 32, 4, 1), Tile(16, 32, 8, 1)
     if padded_dim <= 64:
-        return Tile(16, 128, 4, 3), Tile(16, 128, 8, 3)
+        # On an A100 three stages would spill 16 bytes.
+        return Tile(16, 64, 4, 4 if programs <= FEW else 3), Tile(16, 128, 8, 2 if is_ampere(q) else 3)
     keys = 64 if padded_dim <= 128 else 32
     return Tile(16, keys, 4, 3), Tile(16, keys, 8, 3)

@@ -16,7 +16,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention.decode import decode_attention, reads  # isort: skip
-from tamis.attention.decode_kernels import Splits, decode  # isort: skip
+from tamis.attention.decode_kernels import Splits, _tiles, decode, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify_decode import require_decode, verify_decode  # isort: skip
 
@@ -72,6 +72,13 @@ def test_any_group_size_and_head_dim_agrees(groups: int, heads: int, dim: int) -
     assert_agrees(inputs, torch.tensor([98], device=DEVICE), spec)
 
 
+def test_a_cache_without_room_for_a_compressed_block_agrees() -> None:
+    spec = SPECS[0]
+    inputs = caches(spec, 1, 7)
+    inputs[1] = inputs[1][:, :0]
+    assert_agrees(inputs, torch.tensor([5], device=DEVICE), spec)
+
+
 def test_positions_may_be_a_view_of_others() -> None:
     spec, positions = SPECS[0], torch.tensor([98, 3, 57, 8], device=DEVICE)
     assert_agrees(caches(spec, 2, 100), positions[::2], spec)
@@ -82,10 +89,19 @@ def test_large_logits_stay_finite_and_right() -> None:
     assert_agrees(caches(spec, 1, 120, scale=30.0), torch.tensor([118], device=DEVICE), spec)
 
 
-def test_many_blocks_are_ranked_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tamis.attention.decode_kernels.SCORE_ELEMENTS", 32)
+@pytest.mark.parametrize("at_once", [16, 64, 1024])
+def test_many_blocks_are_ranked_by_runs_and_in_several_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tamis.attention.decode_kernels.SCORE_BLOCKS", at_once)
     spec = SPECS[0]
-    assert_agrees(caches(spec, 1, 400), torch.tensor([398], device=DEVICE), spec)
+    assert_agrees(caches(spec, 1, 1400), torch.tensor([1398], device=DEVICE), spec)
+
+
+@pytest.mark.parametrize("splits", [Splits(1, 1, 1), Splits(7, 1, 2)])
+def test_equal_scores_in_different_splits_and_runs_go_to_the_lower_block(splits: Splits) -> None:
+    spec, positions = SPECS[0], torch.tensor([1398], device=DEVICE)
+    inputs = caches(spec, 1, 1400)
+    inputs[1][:] = inputs[1][:, torch.arange(inputs[1].shape[1]) % 48]  # every score occurs seven times
+    assert_agrees(inputs, positions, spec, splits)
 
 
 def test_equal_scores_go_to_the_lower_block() -> None:
@@ -163,13 +179,18 @@ def test_a_device_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
 COMPILE = """
 import json, sys, torch
 from tests.attention.ahead_of_time import record_launches, resources
-compiled = record_launches(int(sys.argv[1]))
-from tamis.attention.decode_kernels import decode
+arch = int(sys.argv[1])
+compiled = record_launches(arch)
+from tamis.attention import decode_kernels
 from tamis.attention.spec import NSASpec
+decode_kernels.is_ampere, decode_kernels.launches_early = lambda q: arch < 90, lambda q: arch >= 90
 empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
-kept = [empty(1, n, 2, 2, 64) for n in (4096, 65536, 512)]
-decode(empty(1, 12, 64), *kept, empty(1, 12, 3), torch.zeros(1, dtype=torch.int64), NSASpec())
-print(json.dumps([resources(kernel) for kernel in compiled.values()]))
+for batch, heads, dim in ((1, 12, 64), (64, 12, 64), (1, 32, 128)):
+    kept = [empty(batch, n, 2, 2, dim) for n in (4096, 65536, 512)]
+    positions = torch.zeros(batch, dtype=torch.int64)
+    decode_kernels.decode(empty(batch, heads, dim), *kept, empty(batch, heads, 3), positions, NSASpec())
+early = [kernel.metadata.launch_pdl for kernel in compiled.values()]
+print(json.dumps([early, [resources(kernel) for kernel in compiled.values()]]))
 """
 
 
@@ -179,6 +200,28 @@ def test_every_kernel_compiles_for_the_gpus_served_without_spilling(arch: int, s
     command = [sys.executable, "-c", COMPILE, str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    for needs in json.loads(done.stdout.splitlines()[-1]):
+    early, kernels = json.loads(done.stdout.splitlines()[-1])
+    assert len(kernels) == 5  # few and many sequences scan with tiles of their own
+    assert any(early) == (arch >= 90)
+    for needs in kernels:
         assert needs["stack"] <= MOST_STACK
         assert needs["shared"] <= shared
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"), [(1, Splits(64, 4, 8)), (8, Splits(16, 4, 8)), (64, Splits(4, 1, 1))]
+)
+def test_a_cache_of_65536_tokens_is_split_as_it_was_measured(sequences: int, expected: Splits) -> None:
+    spec, q = NSASpec(), torch.empty(sequences, 12, 64, dtype=torch.bfloat16)
+    scan, finish = _tiles(64, q, 2 * sequences)
+    assert splits_for(2 * sequences, spec.compressed_blocks(65536) + 1, spec, scan, finish) == expected
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+@pytest.mark.parametrize("programs", [1, 3, 33, 500, 4096])
+def test_a_short_cache_is_never_split_into_nothing(programs: int, blocks: int) -> None:
+    spec, q = NSASpec(), torch.empty(1, 12, 64, dtype=torch.bfloat16)
+    splits = splits_for(programs, blocks, spec, *_tiles(64, q, programs))
+    assert splits.compressed == 1
+    assert 1 <= splits.window <= 4
+    assert 1 <= splits.selected <= 8
