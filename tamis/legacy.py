@@ -129,7 +129,7 @@ def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[
                 set_by[key] = (name, override)
         elif name in PASSED_ON:
             effects.append(f"{name}={text}: {PASSED_ON[name]}")
-        elif name.startswith("NCCL_") and name != "NCCL_VERSION":  # images of CUDA set that one, and NCCL does not read it
+        elif name.startswith("NCCL_") and name != "NCCL_VERSION":  # which CUDA images set, and NCCL does not read
             effects.append(f"{name}={text}: passed on to NCCL")
     return [override for _, override in set_by.values()], effects
 
