@@ -60,9 +60,7 @@ def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) ->
     return texts
 
 
-def _stream(
-    loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling: Sampling, out: TextIO
-) -> list[float]:
+def _stream(loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling: Sampling, out: TextIO) -> list[float]:
     """Print one prompt and its continuation as it is drawn; when each token came."""
     came: list[float] = []
     for (piece,) in generate_texts(loaded.model, loaded.tokenizer, texts, max_new_tokens, sampling):
