@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -138,18 +139,24 @@ def bench_needle(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="training steps")] = None,
     seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu: a miniature; cuda: texts of up to 65,536 tokens")] = "cpu",
 ) -> None:
     """Does selection learn? A small model is taught to find facts beyond its window; then each branch is taken away.
 
-    Example: tamis bench needle --length 64 --steps 220
+    Examples:
+
+      tamis bench needle --length 64 --steps 220
+
+      tamis bench needle --device cuda
     """
     loading_torch()
-    from tamis.bench.needle import Setting
+    from tamis.bench.needle import LARGE, Setting
     from tamis.bench.needle import bench_needle as measure
 
-    default = Setting()
-    chosen = Setting(lengths=tuple(lengths or default.lengths), steps=steps or default.steps, seed=seed)
+    default = LARGE if device.startswith("cuda") else Setting()
+    chosen = replace(default, steps=steps or default.steps, seed=seed)
+    if lengths:
+        chosen = replace(chosen, lengths=tuple(lengths), shown=())
     with announced(f"training on {chosen.steps} batches of facts"):
         measure(chosen, device=device)
 

@@ -55,6 +55,7 @@ class Setting:
     growing: bool = False  # lengths from the shortest to the longest; else they take turns
     tokens: int = 1 << 19  # of a batch at most
     shown: tuple[int, ...] = ()  # lengths measured; none: those trained on
+    examples: int = 256  # fresh texts of each length measured
 
     @property
     def measured(self) -> tuple[int, ...]:
@@ -91,11 +92,12 @@ LARGE = Setting(
     d_k=32,
     lr=5e-3,
     rope_base=1e8,
+    examples=32,
 )
 
 
 def bench_needle(
-    setting: Setting | None = None, *, device: str = "cpu", examples: int = 256, out_dir: str | Path = "artifacts/bench"
+    setting: Setting | None = None, *, device: str = "cpu", out_dir: str | Path = "artifacts/bench"
 ) -> dict[str, Any]:
     """Train, then measure on fresh sequences; writes needle.json, prints tables and the same document."""
     setting, place = setting or Setting(), torch.device(device)
@@ -103,13 +105,13 @@ def bench_needle(
     model = train_needle(setting, place)
     trained_s = time.perf_counter() - started
     print(f"trained {setting.steps} steps on lengths {list(setting.lengths)} in {trained_s:.1f} s; window {setting.w}")
-    by_length = {length: accuracy_by_depth(model, setting, length, examples) for length in setting.measured}
+    by_length = {length: accuracy_by_depth(model, setting, length, setting.examples) for length in setting.measured}
     _tell_depths(by_length)
     longest = max(setting.measured)
-    ablations = {"nothing": accuracies(model, setting, longest, examples)}
+    ablations = {"nothing": accuracies(model, setting, longest, setting.examples)}
     for what in ABLATIONS:
         with ablated(model, what):
-            ablations[what] = accuracies(model, setting, longest, examples)
+            ablations[what] = accuracies(model, setting, longest, setting.examples)
     _tell_ablations(ablations, longest)
     document = {"bench": "needle", "setting": asdict(setting), "chance": 1 / VALUES, "trained_s": round(trained_s, 1),
                 "accuracy_by_depth": by_length, "ablations": ablations}  # fmt: skip

@@ -93,7 +93,7 @@ def test_a_model_is_measured_beyond_the_lengths_it_was_trained_on_in_pieces(tmp_
         return make_needles(batch, length, *rest)
 
     monkeypatch.setattr("tamis.bench.needle.make_needles", counted)
-    setting = Setting(lengths=(40,), shown=(40, 96), steps=1, batch=2, tokens=200)
-    document = bench_needle(setting, examples=9, out_dir=tmp_path)
+    setting = Setting(lengths=(40,), shown=(40, 96), steps=1, batch=2, tokens=200, examples=9)
+    document = bench_needle(setting, out_dir=tmp_path)
     assert list(document["accuracy_by_depth"]) == [40, 96]
     assert made[:8] == [(2, 40), (5, 40), (4, 40), (2, 96), (2, 96), (2, 96), (2, 96), (1, 96)]
