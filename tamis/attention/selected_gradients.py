@@ -14,21 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_items import (
-    item_arguments,
-    masked_tiles_of,
-    merge_launch,
-    pairs_of_tile,
-    place_of_list,
-    rows_of_merge,
-    sizes_of,
-)
-from tamis.attention.selected_lists import Layout, chunks_of_pairs
-from tamis.attention.selected_rows import launch_settings, load_rows, store_rows
+from tamis.attention.selected_backward import add_key_gradients, backward_halves, backward_items
+from tamis.attention.selected_items import item_arguments, merge_launch, rows_of_merge, sizes_of
+from tamis.attention.selected_lists import LARGE, Layout, chunks_of_pairs
+from tamis.attention.selected_rows import launch_settings, load_rows, store_rows, takes_halves
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E
 
-CHUNKS = 5  # of a large call; memory is short here, with the outputs of all branches and all gradients about
+# Chunks of a large call; memory is short here, with the outputs of all branches and all gradients about. Sequences that
+# need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
+CHUNKS = 5
+CHUNKS_OF_WHOLE_SEQUENCES = 4
 
 
 def backward(
@@ -44,13 +40,20 @@ def backward(
     spec: NSASpec,
     accumulate_dq: bool,
     chunk: int | None = None,
+    halves: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone."""
+    """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone.
+
+    `halves` forces one of the two kernels, or the other.
+    """
     batch, tokens, _, dim = q_BSHD.shape
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk)
+    whole = tokens * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
+    layout = Layout.of(ids_BSGn, spec, CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS, chunk)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
-    settings = launch_settings("backward", q_BSHD, sizes["R"])
+    halves = takes_halves(q_BSHD) if halves is None else halves
+    settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
+    sweep = backward_halves if halves else backward_items
     device = q_BSHD.device
     dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
     dv = torch.empty_like(dk)
@@ -64,7 +67,7 @@ def backward(
     scale = dim**-0.5
     statistics = _gather_statistics(lse_BHS, delta_BHS, gates_BSH)
     for lists in chunks_of_pairs(ids_BSGn, layout):
-        _backward_items[(layout.items_per_chunk, parts)](
+        sweep[(layout.items_per_chunk, parts)](
             q_BSHD, k_BSGD, v_BSGD, dout_BSHD, statistics, lse_BHS.numel(), part_dq, part_dkv[0], part_dkv[1],
             dk_sum, dv_sum, dk, dv, lists.list_items, *item_arguments(lists, layout), scale * LOG2E, scale,
             *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3],
@@ -112,86 +115,7 @@ def _transpose_statistics(
     tl.store(target + 2 * rows, gate.to(tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=["first_segment"])
-def _backward_items(
-    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale, dk_scale,
-    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """One item: all five products of the backward pass for one block's keys and the item's tokens.
-
-    Scores are held transposed (keys × rows), so that probabilities feed the products for dV and dK from registers.
-    """
-    item = tl.program_id(0)
-    sub = tl.program_id(1)
-    count = tl.load(item_count + item)
-    if count == 0:
-        return
-    start = tl.load(item_start + item)
-    list_id = tl.load(item_list + item)
-    sequence, first_token, group, block, segment_group = place_of_list(
-        list_id, first_segment, per_sequence, segment, blocks, G
-    )
-    in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    key_live = (in_block < L_SEL) & (key < tokens)
-    key64 = key.to(tl.int64)
-    k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
-    v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
-    last_key = tl.where(key_live, key, tokens)
-
-    head = tl.arange(0, ROWS) % R
-    first_token64 = first_token.to(tl.int64)
-    q += sequence * q_b + first_token64 * q_s + group * R * q_h
-    dout += sequence * o_b + first_token64 * o_s + group * R * o_h
-    statistics += (sequence * tokens + first_token64) * (G * R) + group * R
-    part_dq += (segment_group.to(tl.int64) * segment * N * SUB + sub) * R * D
-    dk = tl.zeros((BN, BD), tl.float32)
-    dv = tl.zeros((BN, BD), tl.float32)
-    masked_tiles = masked_tiles_of(
-        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
-    )
-    next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
-    for tile in range(tl.cdiv(count, ROWS // R)):
-        pair = tl.maximum(next_pair, 0)
-        live = next_pair >= 0
-        next_pair = pairs_of_tile(pairs, tile + 1, start, count, -1, R, ROWS)
-        in_segment = (pair // N).to(OFFSET)
-        token = first_token + pair // N
-        q_tile = load_rows(q, in_segment * q_s + head * q_h, live, D, BD)
-        do_tile = load_rows(dout, in_segment * o_s + head * o_h, live, D, BD)
-        row_statistics = statistics + in_segment * (G * R) + head
-        row_lse = tl.load(row_statistics, mask=live, other=float("inf"))  # p = 0: missing rows add nothing
-        row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
-        row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
-        p = tl.exp2(s * scale - row_lse[:, None])
-        if tile < masked_tiles:
-            p = tl.where(last_key[None, :] <= token[:, None], p, 0.0)
-        weighted = (p * row_gate[:, None]).to(do_tile.dtype)
-        dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
-        ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
-        dk = tl.dot(tl.trans(ds), q_tile, dk, input_precision=PRECISION)
-        dq = tl.dot(ds, k_tile, input_precision=PRECISION)
-        row = pair.to(OFFSET) * (SUB * R) + head
-        store_rows(part_dq, row * D, dq, live, D, BD)
-    if tl.load(list_items + list_id) == 1:
-        _add_key_gradients(
-            dk, dv, in_block, block, group, first_segment + segment_group // G, dk_sum, dv_sum, dk_out, dv_out,
-            per_sequence, tokens, dk_scale, G, L_SEL, D, BD,
-        )  # fmt: skip
-    else:
-        row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
-        every_key = tl.full((BN,), True, tl.int1)
-        store_rows(part_dk, row * D, dk, every_key, D, BD)
-        store_rows(part_dv, row * D, dv, every_key, D, BD)
-
-
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_query_gradients(
     part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
@@ -211,7 +135,7 @@ def _merge_query_gradients(
     store_rows(dq, target, acc, live, D, BD)
 
 
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
     first_segment, per_sequence, segments, blocks, tokens, scale,
@@ -234,27 +158,7 @@ def _merge_key_gradients(
         row = (first + item) * (SUB * BN) + in_block
         dk_acc += load_rows(part_dk, row * D, always, D, BD)
         dv_acc += load_rows(part_dv, row * D, always, D, BD)
-    _add_key_gradients(
+    add_key_gradients(
         dk_acc, dv_acc, in_block, list_id % blocks, segment_group % G, index, dk_sum, dv_sum, dk, dv,
-        per_sequence, tokens, scale, G, L_SEL, D, BD,
+        per_sequence, tokens, scale, G, L_SEL, D, D, BD,
     )  # fmt: skip
-
-
-@triton.jit
-def _add_key_gradients(
-    dk_acc, dv_acc, in_block, block, group, segment_index, dk_sum, dv_sum, dk, dv, per_sequence, tokens, scale,
-    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Add a whole list's gradients onto what earlier segments of the sequence gave; round with the last segment."""
-    sequence = (segment_index // per_sequence).to(tl.int64)
-    part = segment_index % per_sequence
-    last = part == per_sequence - 1
-    key = block * L_SEL + in_block
-    live = (in_block < L_SEL) & (key < tokens)
-    target = ((sequence * tokens + key) * G + group) * D
-    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
-    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
-    store_rows(dk, target, dk_acc * scale, live & last, D, BD)
-    store_rows(dv, target, dv_acc, live & last, D, BD)

@@ -28,6 +28,7 @@ ITEM = 256  # tokens per item: enough to pay for loading the block, few enough t
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 WORD = 32  # tokens per word of marks
+CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def _build_span(
     items = torch.zeros((3, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
     item_list, item_start, item_count = items
     list_first, list_items = torch.empty((2, chunks, layout.lists_per_chunk), dtype=torch.int32, device=device)
-    _cut_lists[(chunks,)](
+    _cut_lists[(chunks, CUTTERS)](
         ends, item_list, item_start, item_count, list_first, list_items,
-        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, BLOCK=1024,
+        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, CUTTERS=CUTTERS, BLOCK=1024,
     )  # fmt: skip
     del marks, counts, ends  # not needed by the kernels that run between the chunks
     for c in range(chunks):
@@ -217,9 +218,12 @@ def _place_pairs(
 @triton.jit
 def _cut_lists(
     ends, item_list, item_start, item_count, list_first, list_items, words, lists, items,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr,
+    ITEM: tl.constexpr, CUTTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut the lists of one chunk into items of at most ITEM pairs, numbered in the order of the lists."""
+    """Cut the lists of one chunk into items of at most ITEM pairs, numbered in the order of the lists.
+
+    Each of a chunk's programs counts all its items, and writes every CUTTERS-th of a list.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     item_list += chunk * items
     item_start += chunk * items
@@ -236,7 +240,7 @@ def _cut_lists(
         first_item = used + tl.cumsum(wanted, 0) - wanted
         tl.store(list_first + chunk * lists + list_id, first_item, mask=exists)
         tl.store(list_items + chunk * lists + list_id, wanted, mask=exists)
-        for part in range(tl.max(wanted, 0)):
+        for part in range(tl.program_id(1), tl.max(wanted, 0), CUTTERS):
             real = part < wanted
             tl.store(item_list + first_item + part, list_id, mask=real)
             tl.store(item_start + first_item + part, start + part * ITEM, mask=real)

@@ -76,7 +76,7 @@ def forward(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["first_segment", "start"])
+@triton.jit(do_not_specialize=["first_segment", "start", "per_sequence"])
 def _forward_items(
     q, k, v, part_out, part_lse,
     pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, start, scale,
@@ -137,7 +137,7 @@ def _forward_items(
         tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_outputs(
     part_out, part_lse, ids, union_counts, out, lse, first_segment, per_sequence, segment, tokens, segments,
     i_b, i_s, i_g,

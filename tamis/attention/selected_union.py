@@ -23,6 +23,7 @@ from tamis.attention.selected_rows import key_tiles, launch_settings, load_rows,
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision
 
+SHORT = 2  # times n_sel blocks: in sequences this short every tile sees nearly all blocks, and larger tiles read less
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
 
@@ -52,7 +53,8 @@ def forward(
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
-    settings = launch_settings("union", q_BSHD, heads_per_group)
+    short = spec.selection_blocks(start + tokens) <= SHORT * spec.n_sel
+    settings = launch_settings("short" if short else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
@@ -113,6 +115,10 @@ def _unite_choices(
     used = 0
     whole = 0
     newest = tl.min(tl.where(block >= 0, block, NONE), 0)
+    if WORTHWHILE is not None:
+        sampled = _sample_of(ids, tile, tokens, i_s, N, BS, TILE)
+        if sampled > most:  # nothing to count
+            used = most + 1
     while (used <= most) & (newest < NONE):
         tl.store(union_blocks + used, newest)
         tl.store(union_tokens + used, tl.sum(tl.where(block == newest, token_bit, 0), 0))
@@ -125,6 +131,19 @@ def _unite_choices(
         used = tl.where((used > most) | (used * here > WORTHWHILE * chosen), -1, used)
     tl.store(counts + row * 2, used)
     tl.store(counts + row * 2 + 1, whole)
+
+
+@triton.jit
+def _sample_of(ids, tile, tokens, i_s, N: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):
+    """How many different blocks four tokens of the tile chose, far apart: no more than the whole tile did."""
+    choice = tl.arange(0, 4 * BS)
+    in_tile = choice // BS * ((TILE - 1) // 3)
+    token = tile * TILE + in_tile
+    exists = (in_tile < TILE) & (token < tokens) & (choice % BS < N)
+    block = tl.load(ids + token.to(tl.int64) * i_s + choice % BS, mask=exists, other=-1)
+    repeated = (block[:, None] == block[None, :]) & (choice[None, :] < choice[:, None])
+    first = (tl.max(repeated.to(tl.int32), 1) == 0) & (block >= 0)
+    return tl.sum(first.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["start"])
