@@ -51,7 +51,7 @@ def backward(
     layout = Layout.of(ids_BSGn, spec, CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS, chunk)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
-    halves = takes_halves(q_BSHD) if halves is None else halves
+    halves = takes_halves(q_BSHD, sizes["R"]) if halves is None else halves
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
     sweep = backward_halves if halves else backward_items
     device = q_BSHD.device

@@ -66,9 +66,15 @@ def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[s
     return settings | ({"maxnreg": launch.registers} if launch.registers else {})
 
 
-def takes_halves(q_BSHD: Tensor) -> bool:
+def fills_tiles(heads_per_group: int) -> bool:
+    """Whether a group's heads fill a tile of rows. Others need more registers: they keep to the smaller kernels."""
+    return 64 % heads_per_group == 0
+
+
+def takes_halves(q_BSHD: Tensor, heads_per_group: int) -> bool:
     """Whether the backward sweep holds a head's elements in two halves: where that was measured to be faster."""
-    return q_BSHD.shape[-1] == 128 and q_BSHD.dtype != torch.float32 and not is_ampere(q_BSHD)
+    half_precision = q_BSHD.dtype != torch.float32
+    return q_BSHD.shape[-1] == 128 and half_precision and fills_tiles(heads_per_group) and not is_ampere(q_BSHD)
 
 
 @triton.jit

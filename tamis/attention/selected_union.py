@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_rows import key_tiles, launch_settings, load_rows, store_rows
+from tamis.attention.selected_rows import fills_tiles, key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E, padded, precision
 
@@ -53,7 +53,7 @@ def forward(
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
-    short = spec.selection_blocks(start + tokens) <= SHORT * spec.n_sel
+    short = spec.selection_blocks(start + tokens) <= SHORT * spec.n_sel and fills_tiles(heads_per_group)
     settings = launch_settings("short" if short else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start)

@@ -146,9 +146,10 @@ def test_halves_are_taken_where_they_were_measured() -> None:
     def queries(dim: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, 1, 16, dim, dtype=dtype)
 
-    assert takes_halves(queries(128, torch.bfloat16)) and takes_halves(queries(128, torch.float16))
+    assert takes_halves(queries(128, torch.bfloat16), 16) and takes_halves(queries(128, torch.float16), 4)
     others = ((64, torch.bfloat16), (96, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32))
-    assert not any(takes_halves(queries(*other)) for other in others)
+    assert not any(takes_halves(queries(*other), 16) for other in others)
+    assert not takes_halves(queries(128, torch.bfloat16), 6)  # 60 of 64 rows: more registers than there are
 
 
 @pytest.mark.parametrize("form", FORMS)
