@@ -1,10 +1,11 @@
 """Triton: which blocks each query and group attends to, from the queries, the compressed keys and their log-sum-exp.
 
-Two kernels. `_score_kernel` recomputes `p = exp(qk − lse)` head by head, adds the group's heads in registers, folds
-compressed blocks into selection blocks, and stores the scores in runs of a few blocks, with the best of each run; the
-per-head `S × N` is never stored. `_top_kernel` takes the best runs, which must hold the best blocks, and looks there.
-Scores are float32 throughout and are compared whole, ties to the lower index: the ids are the reference's except where
-two scores differ by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
+Two kernels. `_score_kernel` holds the queries of all heads of a few tokens and walks the keys: it recomputes
+`p = exp(qk − lse)`, adds the group's heads, folds compressed blocks into selection blocks, and stores the scores in
+runs of a few blocks, with the best of each run; the per-head `S × N` is never stored. `_top_kernel` takes the best
+runs, which must hold the best blocks, and looks there. Scores are float32 throughout and are compared whole, ties to
+the lower index: the ids are the reference's except where two scores differ by float32 rounding. Tokens are walked in
+chunks, so that few scores are held at once.
 
 Shapes: B batch, S queries, the first at position `start`, H heads, G groups, R = H/G, D head dim, N compressed blocks;
 `RUN` blocks to a run. A kernel that gets None for `start` is compiled without it.
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.banded_tiles import described_keys
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec
-from tamis.attention.tiles import LOG2E, padded, precision, tile_for, unit_last_stride
+from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 SCORE_BYTES = 128 << 20  # scores held at once
-HELD_BYTES = 100 << 10  # queries of all heads stay in shared memory up to this size, else they are read again and again
-MOST_PROGRAMS_IN_Y = 65535  # that a GPU launches; each then walks several runs
+HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 
 
@@ -43,37 +44,41 @@ def _fold(p, overlap, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _overlap(part, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, BN: tl.constexpr, RUN_P2: tl.constexpr):
+    """How many pieces of each of BN compressed blocks lie in each selection block of a run: the same for every run."""
+    piece = (part * BN + tl.arange(0, BN) - (PIECES - 1))[:, None]
+    block = tl.arange(0, RUN_P2)[None, :]
+    end = tl.minimum(piece + PIECES, (block + 1) * PIECES_SEL)
+    return tl.maximum(end - tl.maximum(piece, block * PIECES_SEL), 0)
+
+
+@triton.jit
 def _part_of_scores(
-    run, part, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh, stride_kn,
-    PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
-    HELD: tl.constexpr,
+    run, part, overlap, q_tiles, lse_rows, k, b, g, ended, N, scale, stride_kn,
+    PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The run's selection blocks, and what BN of the compressed blocks that touch them add to their scores."""
+    """What BN of the compressed blocks that touch a run add to its scores, row by row of the products."""
     column = tl.arange(0, DP)
     # Compressed blocks that touch these selection blocks begin up to PIECES − 1 before them.
-    i = run * RUN * PIECES_SEL - (PIECES - 1) + part * BN + tl.arange(0, BN)
+    first = run * RUN * PIECES_SEL - (PIECES - 1) + part * BN
+    i = first + tl.arange(0, BN)
     inside = (i >= 0) & (i < N)
-    at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
-    k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-    p = tl.zeros([BM, BN], tl.float32)
-    if HELD:
-        for r in tl.static_range(R):
-            s = tl.dot(q_tiles[r], tl.trans(k_tile), input_precision=PRECISION)
-            p += tl.exp2(s * scale - lse_rows[r][:, None])
+    if COPIED:
+        k_tile = tl.reshape(k.load([b, first, g, 0]), [BN, DP])
     else:
-        for r in range(R):
-            q_tile = tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0)
-            lse2 = tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            p += tl.exp2(s * scale - lse2[:, None])
-    p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
-
-    # overlap[i,j]: pieces of compressed block i that lie in selection block j.
-    j = run * RUN + tl.arange(0, RUN_P2)
-    low = tl.maximum(i[:, None], j[None, :] * PIECES_SEL)
-    high = tl.minimum(i[:, None] + PIECES, (j[None, :] + 1) * PIECES_SEL)
-    return j, _fold(p, tl.maximum(high - low, 0), PRECISION == "ieee")
+        at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
+        k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+    p = tl.zeros([BM, BN], tl.float32)
+    for held in tl.static_range(len(q_tiles)):
+        s = tl.dot(q_tiles[held], tl.trans(k_tile), input_precision=PRECISION)
+        p += tl.exp2(s * scale - lse_rows[held][:, None])
+    if PIECES <= PIECES_SEL + 1:
+        # A block that can be chosen touches only keys the row sees; other keys must not add 0·inf to its score.
+        p = tl.minimum(p, 1e30)
+    else:
+        p = tl.where(inside[None, :] & (i[None, :] < ended[:, None]), p, 0.0)
+    return _fold(p, overlap, PRECISION == "ieee")
 
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
@@ -82,53 +87,63 @@ def _score_kernel(
     B, S, N, G, start, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
-    HELD: tl.constexpr,
+    BT: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
+    RUN_P2: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BM tokens, all heads of a group: `scores` [B,G,T,runs,RUN_P2] and `best_of_run` [B,G,T,runs]."""
+    """Scores of BT tokens, all heads of a group: `scores` [B,G,T,runs,RUN_P2] and `best_of_run` [B,G,T,runs]."""
     PIECES: tl.constexpr = L // STRIDE  # of a compressed block
     PIECES_SEL: tl.constexpr = L_SEL // STRIDE  # of a selection block
+    BM: tl.constexpr = BT * HEADS
     bg = tl.program_id(0) % (B * G)
-    tile = tl.cdiv(t_end - t_begin, BM) - 1 - tl.program_id(0) // (B * G)  # longest first
+    tile = tl.cdiv(t_end - t_begin, BT) - 1 - tl.program_id(0) // (B * G)  # longest first
     b, g = (bg // G).to(tl.int64), bg % G
-    token = t_begin + tile * BM + tl.arange(0, BM)
+    row = tl.arange(0, BM)  # of a product: HEADS heads of BT tokens, head by head
+    token, head = t_begin + tile * BT + row % BT, row // BT
     alive = token < t_end
-    row = (b * G + g) * (t_end - t_begin) + token - t_begin
-    last, position = tl.minimum(t_begin + tile * BM + BM, t_end) - 1, token
+    last, position = tl.minimum(t_begin + tile * BT + BT, t_end) - 1, token
+    t = t_begin + tile * BT + tl.arange(0, BT)
+    position_t = t
     if start is not None:
-        last, position = last + start, position + start
+        last, position, position_t = last + start, position + start, position_t + start
     newest = last // L_SEL
     # The two newest blocks are chosen anyway, later ones do not exist yet; early tokens take every block there is.
     wanted = tl.where(newest < N_SEL, 0, tl.cdiv(newest - 1, RUN))
     column = tl.arange(0, DP)
-    k += b * stride_kb + g * stride_kg
+    if not COPIED:
+        k += b * stride_kb + g * stride_kg
     lse += (b * G + g) * R * S
-    at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs + column[None, :]
-    mask_q = alive[:, None] & (column < D)[None, :]
+    at_q = q + b * stride_qb + g * R * stride_qh + token.to(tl.int64)[:, None] * stride_qs
+    at_q = at_q + head[:, None] * stride_qh + column[None, :]
     ended = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
+    at_row = ((b * G + g) * (t_end - t_begin) + t - t_begin) * runs
+    overlap = _overlap(0, PIECES, PIECES_SEL, BN, RUN_P2)
     q_tiles = ()
     lse_rows = ()
-    if HELD:
-        for r in tl.static_range(R):
-            q_tiles += (tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0),)
-            lse_rows += (tl.load(lse + r * S + token, mask=alive, other=0.0) * 1.4426950408889634,)
+    for r in tl.static_range(0, R, HEADS):
+        there = alive if R % HEADS == 0 else alive & (r + head < R)
+        mask_q = there[:, None] & (column < D)[None, :]
+        q_tiles += (tl.load(at_q + r * stride_qh, mask=mask_q, other=0.0),)
+        no_weight = 0.0 if R % HEADS == 0 else float("inf")  # of a head that is none; tokens not alive are not stored
+        lse_rows += (tl.load(lse + (r + head) * S + token, mask=there, other=no_weight) * 1.4426950408889634,)
 
     for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
-        j, score = _part_of_scores(
-            run, 0, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh, stride_kn,
-            PIECES, PIECES_SEL, R, D, DP, PRECISION, BM, BN, RUN, RUN_P2, HELD,
+        score = _part_of_scores(
+            run, 0, overlap, q_tiles, lse_rows, k, bg // G, g, ended, N, scale, stride_kn,
+            PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
         )  # fmt: skip
         for part in range(1, PARTS):
-            j, more = _part_of_scores(
-                run, part, q_tiles, lse_rows, at_q, mask_q, lse, k, ended, token, alive, N, S, scale, stride_qh,
-                stride_kn, PIECES, PIECES_SEL, R, D, DP, PRECISION, BM, BN, RUN, RUN_P2, HELD,
+            score += _part_of_scores(
+                run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, bg // G, g, ended,
+                N, scale, stride_kn, PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
             )  # fmt: skip
-            score += more
+        j = run * RUN + tl.arange(0, RUN_P2)
+        if HEADS > 1:
+            score = tl.sum(tl.reshape(score, [HEADS, BT, RUN_P2]), 0)
+        at = scores + (at_row + run)[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :]
         eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
-        score = tl.where(eligible[None, :] & (j[None, :] <= position[:, None] // L_SEL - 2), score, -1.0)
-        at = row * runs + run
-        tl.store(best_of_run + at, tl.max(score, 1), mask=alive)
-        tl.store(scores + at[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :], score, mask=alive[:, None])
+        score = tl.where(eligible[None, :] & (j[None, :] <= position_t[:, None] // L_SEL - 2), score, -1.0)
+        tl.store(best_of_run + at_row + run, tl.max(score, 1), mask=t < t_end)
+        tl.store(at, score, mask=(t < t_end)[:, None])
 
 
 @triton.jit
@@ -208,7 +223,9 @@ def select_from_lse(
     tile = tile_for("score", q)
     parts, run = runs_of(tile.keys, spec)
     run_p2 = max(16, triton.next_power_of_2(run))
-    held = H // G * tile.rows * padded(D) * q.element_size() <= HELD_BYTES
+    copied = copies_tiles(H // G, k_cmp)
+    keys = described_keys(k_cmp, tile.keys, copied)
+    tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
     for t_begin, t_end in _chunks(B, S, G, spec, start):
@@ -217,13 +234,13 @@ def select_from_lse(
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
         if blocks > spec.n_sel > FORCED_BLOCKS:
-            grid = (triton.cdiv(t_end - t_begin, tile.rows) * B * G, 1 if held else min(runs, MOST_PROGRAMS_IN_Y))
-            _score_kernel[grid](
-                q, k_cmp, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
+            # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
+            _score_kernel[(triton.cdiv(t_end - t_begin, tokens) * B * G, 1)](
+                q, keys, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, start or None, runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
-                PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, PARTS=parts, RUN=run, RUN_P2=run_p2,
-                HELD=held, **tile.options,
+                PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
+                RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
         runs_p2 = triton.next_power_of_2(runs)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
@@ -233,6 +250,14 @@ def select_from_lse(
             num_warps=1,
         )  # fmt: skip
     return ids
+
+
+def tokens_held(heads: int, rows: int, row_bytes: int) -> int:
+    """How many tokens, at most the rows of a product, can have their queries of all heads held."""
+    tokens = rows
+    while tokens > 1 and heads * tokens * row_bytes > HELD_BYTES:
+        tokens //= 2
+    return tokens
 
 
 def runs_of(keys: int, spec: NSASpec) -> tuple[int, int]:

@@ -23,6 +23,7 @@ class Tile:
     warps: int
     stages: int
     registers: int | None = None  # per thread, where fewer let one more program share the multiprocessor
+    tail: int = 0  # the window's last keys in steps of so many, where a whole tile would be mostly masked
 
     @property
     def options(self) -> dict[str, int]:
@@ -33,34 +34,57 @@ class Tile:
 
 # (kernel, padded head dim) → tile; half precision. The smaller of two shared memories (A100, 164 KB) fits every entry.
 HALF = {
-    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 64): Tile(128, 64, 4, 3, tail=32),
     ("forward", 128): Tile(128, 64, 8, 3),
     ("dq", 64): Tile(64, 64, 4, 3, registers=168),
     ("dq", 128): Tile(128, 64, 8, 2),
     ("dkv", 64): Tile(64, 64, 4, 3),
     ("dkv", 128): Tile(64, 64, 4, 2),
     ("score", 64): Tile(64, 64, 4, 3),
-    ("score", 128): Tile(64, 64, 4, 3),
+    ("score", 128): Tile(64, 64, 4, 2),
 }
-# What differs on an A100, chosen from compiled code alone: the entries above would spill 32, 56 and 632 bytes there,
-# these 0, 0 and 8.
+# Where the tensor memory accelerator copies the tiles that are walked.
+LEAST_ROWS = 64
+COPIED = {
+    ("forward", 128): Tile(128, 64, 4, 2),
+    ("dq", 128): Tile(64, 64, 4, 2),
+    ("dkv", 128): Tile(64, 128, 8, 3),
+}
+# What differs on an A100, chosen from compiled code alone: the entries above would spill 32, 56, 632, 16 and 64 bytes
+# there, these 0, 0, 8, 0 and 0.
 AMPERE = HALF | {
     ("forward", 64): Tile(128, 64, 8, 3),
     ("dq", 64): Tile(64, 64, 4, 3),
     ("dkv", 128): Tile(64, 64, 8, 2),
+    ("score", 64): Tile(64, 64, 4, 2),
+    ("score", 128): Tile(128, 64, 8, 2),
 }
 LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
-FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
+FLOAT32 = Tile(32, 32, 4, 1, tail=16)  # products on the ordinary cores: checks and small runs, not speed
 
 
-def tile_for(kernel: str, q: torch.Tensor) -> Tile:
-    """The tile of a kernel for queries like these."""
+def tile_for(kernel: str, q: torch.Tensor, copied: bool = False) -> Tile:
+    """The tile of a kernel for queries like these; `copied` if the tiles it walks are (`copies_tiles`)."""
     dim = padded(q.shape[-1])
     if q.dtype == torch.float32:
         return FLOAT32
     if dim > 128:
         return LARGE_DIM
-    return (AMPERE if is_ampere(q) else HALF)[kernel, max(64, dim)]
+    table = COPIED if copied else (AMPERE if is_ampere(q) else HALF)
+    return table[kernel, max(64, dim)]
+
+
+def copies_tiles(heads_per_group: int, *tensors: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator copies tiles of these: on Hopper, at head dim 128 in half precision.
+
+    Tiles of queries must be whole tokens: else addresses of rows take the registers that copies free. At head dim 64 it
+    gained little, and the host has to describe the tensors anew for every launch.
+    """
+    return LEAST_ROWS % heads_per_group == 0 and all(
+        x.shape[-1] == 128 and x.element_size() == 2 and not is_ampere(x) and x.numel() > 0
+        and all(stride * 2 % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        for x in tensors
+    )  # fmt: skip
 
 
 def padded(dim: int) -> int:

@@ -75,8 +75,8 @@ def test_a_sequence_shorter_than_a_compressed_block_takes_its_only_block(poisone
     assert torch.equal(selected(q, k_cmp, SMALL), reference.select_blocks(q, k_cmp, SMALL))
 
 
-def test_chunks_and_streamed_queries_choose_alike(poisoned_memory, monkeypatch):
-    """Long sequences are scored in chunks, and large groups read their queries again: neither may change a bit."""
+def test_chunks_and_tokens_one_by_one_choose_alike(poisoned_memory, monkeypatch):
+    """Long sequences are scored in chunks, and large groups few tokens at a time: neither may change a bit."""
     q, k_cmp, *_ = random_inputs(SMALL, tokens=170, groups=2, heads_per_group=2)
     whole = selected(q, k_cmp, SMALL)
     monkeypatch.setattr(kernels, "SCORE_BYTES", 2 * 4 * 90 * 12)
@@ -85,7 +85,17 @@ def test_chunks_and_streamed_queries_choose_alike(poisoned_memory, monkeypatch):
     assert torch.equal(selected(q, k_cmp, SMALL), whole)
 
 
-@pytest.mark.parametrize("held_bytes", [kernels.HELD_BYTES, 0], ids=["queries held", "queries streamed"])
+@pytest.mark.parametrize("tokens", [16, 8, 1])
+def test_several_heads_in_one_product_score_as_one_by_one(poisoned_memory, monkeypatch, tokens):
+    """Five heads' queries held for few tokens: two, four or all heads share a product, and the last is not full."""
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=150, groups=2, heads_per_group=5)
+    row_bytes = q.shape[-1] * q.element_size()
+    monkeypatch.setattr(kernels, "HELD_BYTES", 5 * tokens * row_bytes)
+    assert kernels.tokens_held(5, tile_for("score", q).rows, row_bytes) == tokens
+    assert_as_good_as_the_reference(q, k_cmp, SMALL)
+
+
+@pytest.mark.parametrize("held_bytes", [kernels.HELD_BYTES, 0], ids=["many tokens held", "one token held"])
 def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, monkeypatch, held_bytes):
     spec = NSASpec(l=4, d=1, l_sel=34, n_sel=4, w=4)
     assert kernels.runs_of(tile_for("score", torch.empty(16)).keys, spec)[0] > 1
