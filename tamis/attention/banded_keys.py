@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.banded_tiles import load_keys, load_rows, rows_from, visible
-from tamis.attention.selected_gradients import _gather_statistics
+from tamis.attention.row_statistics import gather_statistics
 from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
@@ -235,7 +235,7 @@ def gradients(
     constants: dict[str, int | str] = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
     constants |= {"BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
     if copied:
-        statistics = _gather_statistics(lse, delta, gate.transpose(1, 2)).view(3, B * S, H)
+        statistics = gather_statistics(lse, delta, gate.transpose(1, 2)).view(3, B * S, H)
         described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [1, tile.rows // R, R])
         rows = (_described_rows(x, tile.rows // R, R) for x in (q, dout))
         _dkv_copied_kernel[grid](next(rows), k, v, next(rows), described, *parts, *key_strides, *numbers, **constants)

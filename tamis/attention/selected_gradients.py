@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.row_statistics import gather_statistics
 from tamis.attention.selected_backward import add_key_gradients, backward_halves, backward_items
 from tamis.attention.selected_items import item_arguments, merge_launch, rows_of_merge, sizes_of
 from tamis.attention.selected_lists import LARGE, Layout, chunks_of_pairs
@@ -65,7 +66,7 @@ def backward(
     part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = dim**-0.5
-    statistics = _gather_statistics(lse_BHS, delta_BHS, gates_BSH)
+    statistics = gather_statistics(lse_BHS, delta_BHS, gates_BSH)
     for lists in chunks_of_pairs(ids_BSGn, layout):
         sweep[(layout.items_per_chunk, parts)](
             q_BSHD, k_BSGD, v_BSGD, dout_BSHD, statistics, lse_BHS.numel(), part_dq, part_dkv[0], part_dkv[1],
@@ -84,35 +85,6 @@ def backward(
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16,
         )  # fmt: skip
     return dk, dv
-
-
-def _gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) -> Tensor:
-    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them."""
-    batch, heads, tokens = lse_BHS.shape
-    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
-    # One dimension, as everywhere: a grid's second takes no more than 65,535, and a batch may be larger.
-    _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
-        lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
-        H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
-    )  # fmt: skip
-    return statistics
-
-
-@triton.jit
-def _transpose_statistics(
-    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr
-):
-    tiles = tl.cdiv(tokens, BLOCK)
-    sequence = (tl.program_id(0) // tiles).to(tl.int64)
-    token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    head = tl.arange(0, BH)[None, :]
-    live = (token < tokens) & (head < H)
-    source = (sequence * H + head) * tokens + token
-    target = statistics + (sequence * tokens + token) * H + head
-    tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
-    tl.store(target + rows, tl.load(delta + source, mask=live), mask=live)
-    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live)
-    tl.store(target + 2 * rows, gate.to(tl.float32), mask=live)
 
 
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])

@@ -18,7 +18,7 @@ from tests.attention.ahead_of_time import MOST_STACK
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
-from tamis.attention import reference, selected_gradients, selected_pairs, selected_union  # isort: skip
+from tamis.attention import reference, row_statistics, selected_gradients, selected_pairs, selected_union  # isort: skip
 from tamis.attention.selected import selected_backward, selected_forward  # isort: skip
 from tamis.attention.selected_lists import ITEM, Layout, chunks_of_pairs  # isort: skip
 from tamis.attention.selected_rows import takes_halves  # isort: skip
@@ -215,12 +215,12 @@ def test_same_inputs_give_the_same_bits() -> None:
 def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid's other dimensions take no more than 65,535 programs; a batch of short sequences may be larger."""
     grids = []
-    kernel = selected_gradients._transpose_statistics
+    kernel = row_statistics._transpose_statistics
     recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})
-    monkeypatch.setattr(selected_gradients, "_transpose_statistics", recorder())
+    monkeypatch.setattr(row_statistics, "_transpose_statistics", recorder())
     lse, delta = torch.randn(2, 3, 5, 70, device=DEVICE)  # batch 3, 5 heads; 70 tokens are two tiles
     gates = torch.randn(3, 70, 5, 3, device=DEVICE)[..., 1]
-    statistics = selected_gradients._gather_statistics(lse, delta, gates)
+    statistics = row_statistics.gather_statistics(lse, delta, gates)
     expected = torch.stack((lse.transpose(1, 2) * 1.4426950408889634, delta.transpose(1, 2), gates))
     torch.testing.assert_close(statistics, expected)
     assert grids == [(6,)]

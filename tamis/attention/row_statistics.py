@@ -1,0 +1,41 @@
+"""What the backward kernels know of each row, laid out as their tiles read it.
+
+Shapes: B batch, S tokens, H query heads.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) -> Tensor:
+    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them."""
+    batch, heads, tokens = lse_BHS.shape
+    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
+    # One dimension, as everywhere: a grid's second takes no more than 65,535, and a batch may be larger.
+    _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
+        lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
+        H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
+    )  # fmt: skip
+    return statistics
+
+
+@triton.jit
+def _transpose_statistics(
+    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr
+):
+    tiles = tl.cdiv(tokens, BLOCK)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    head = tl.arange(0, BH)[None, :]
+    live = (token < tokens) & (head < H)
+    source = (sequence * H + head) * tokens + token
+    target = statistics + (sequence * tokens + token) * H + head
+    tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
+    tl.store(target + rows, tl.load(delta + source, mask=live), mask=live)
+    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live)
+    tl.store(target + 2 * rows, gate.to(tl.float32), mask=live)
