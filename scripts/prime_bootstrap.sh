@@ -57,7 +57,7 @@ found=$(machine_torch "$python")
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 if [ -n "$found" ]; then
-  say "reusing the machine's torch $found"
+  say "reusing the machine's torch $found (pip may name conflicts among packages that Tamis does not use)"
   [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
   # A torch that lives in an environment of its own is no system package: point at where it lies.
   .venv/bin/python -c 'import torch' 2>/dev/null || site_of_torch "$python" >"$(site_packages)/machine_torch.pth"
