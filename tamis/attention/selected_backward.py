@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tamis.attention.selected_items import masked_tiles_of, pairs_of_tile, place_of_list
+from tamis.attention.selected_items import keys_of_block, masked_tiles_of, pairs_of_tile, place_of_item
 from tamis.attention.selected_rows import load_rows, store_rows
 
 
@@ -67,14 +67,10 @@ def backward_items(
     count = tl.load(item_count + item)
     if count == 0:
         return
-    start = tl.load(item_start + item)
-    list_id = tl.load(item_list + item)
-    sequence, first_token, group, block, segment_group = place_of_list(
-        list_id, first_segment, per_sequence, segment, blocks, G
+    start, list_id, sequence, first_token, group, block, segment_group = place_of_item(
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
-    in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    key_live = (in_block < L_SEL) & (key < tokens)
+    in_block, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
     key64 = key.to(tl.int64)
     k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
@@ -141,14 +137,10 @@ def backward_halves(
     count = tl.load(item_count + item)
     if count == 0:
         return
-    start = tl.load(item_start + item)
-    list_id = tl.load(item_list + item)
-    sequence, first_token, group, block, segment_group = place_of_list(
-        list_id, first_segment, per_sequence, segment, blocks, G
+    start, list_id, sequence, first_token, group, block, segment_group = place_of_item(
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
-    in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    key_live = (in_block < L_SEL) & (key < tokens)
+    in_block, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
     key64 = key.to(tl.int64)
     HALF: tl.constexpr = D // 2
     k_lo = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, HALF, HALF)

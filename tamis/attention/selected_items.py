@@ -61,13 +61,24 @@ def merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int
 
 
 @triton.jit
-def place_of_list(list_id, first_segment, per_sequence, segment, blocks, G: tl.constexpr):
-    """Sequence, first token of the segment, group, block and (segment, group) index in the chunk."""
+def place_of_item(item, item_list, item_start, first_segment, per_sequence, segment, blocks, G: tl.constexpr):
+    """An item's first pair and its list; then of that list: sequence, first token of the segment, group, block and
+    (segment, group) index in the chunk."""
+    start = tl.load(item_start + item)
+    list_id = tl.load(item_list + item)
     segment_group = list_id // blocks
     index = first_segment + segment_group // G
     sequence = (index // per_sequence).to(tl.int64)
     first_token = (index % per_sequence) * segment
-    return sequence, first_token, (segment_group % G).to(tl.int64), list_id % blocks, segment_group
+    return start, list_id, sequence, first_token, (segment_group % G).to(tl.int64), list_id % blocks, segment_group
+
+
+@triton.jit
+def keys_of_block(block, sub, tokens, L_SEL: tl.constexpr, BN: tl.constexpr):
+    """Tile `sub` of a block's keys: each one's place in the block, its position, and whether it exists."""
+    in_block = sub * BN + tl.arange(0, BN)
+    key = block * L_SEL + in_block
+    return in_block, key, (in_block < L_SEL) & (key < tokens)
 
 
 @triton.jit

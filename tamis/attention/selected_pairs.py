@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tamis.attention.selected_items import (
     item_arguments,
+    keys_of_block,
     masked_tiles_of,
     merge_launch,
     pairs_of_tile,
-    place_of_list,
+    place_of_item,
     rows_of_merge,
     rows_of_tile,
     sizes_of,
@@ -91,16 +92,13 @@ def _forward_items(
     count = tl.load(item_count + item)
     if count == 0:
         return
-    first_pair = tl.load(item_start + item)
-    sequence, first_token, group, block, segment_group = place_of_list(
-        tl.load(item_list + item), first_segment, per_sequence, segment, blocks, G
+    first_pair, _, sequence, first_token, group, block, segment_group = place_of_item(
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
     keys, first_position = tokens, first_token
     if start is not None:
         keys, first_position = keys + start, first_position + start
-    in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    key_live = (in_block < L_SEL) & (key < keys)
+    _, key, key_live = keys_of_block(block, sub, keys, L_SEL, BN)
     key64 = key.to(tl.int64)
     k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
