@@ -77,6 +77,7 @@ def measure(
     warmup: int,
     workers: Workers | None = None,
 ) -> Measurement:
+    """A fresh model, measured on one source of tokens."""
     return Probe(config, device, workers).measure(next_tokens, steps, warmup)
 
 
