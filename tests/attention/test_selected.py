@@ -246,7 +246,7 @@ def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
     assert sorted(found) == sorted(expected)
 
 
-# Kernel and rows of its tile → bytes. Both serve head dim 128, and were faster on an H200 than those that spill nothing.
+# Kernel and rows of its tile → bytes. Both serve head dim 128 and were faster on an H200 than what spills nothing.
 MOST_SPILLED = {("backward_halves", 64): 136, ("_forward_tiles", 256): 32}
 
 COMPILE = """
