@@ -145,7 +145,7 @@ def bench_needle(
 
     Examples:
 
-      tamis bench needle --length 64 --steps 220
+      tamis bench needle --length 64 --steps 300
 
       tamis bench needle --device cuda
     """

@@ -107,12 +107,11 @@ def bench_needle(
     print(f"trained {setting.steps} steps on lengths {list(setting.lengths)} in {trained_s:.1f} s; window {setting.w}")
     by_length = {length: accuracy_by_depth(model, setting, length, setting.examples) for length in setting.measured}
     _tell_depths(by_length)
-    longest = max(setting.measured)
-    ablations = {"nothing": accuracies(model, setting, longest, setting.examples)}
+    ablations = {"nothing": _by_length(model, setting)}
     for what in ABLATIONS:
         with ablated(model, what):
-            ablations[what] = accuracies(model, setting, longest, setting.examples)
-    _tell_ablations(ablations, longest)
+            ablations[what] = _by_length(model, setting)
+    _tell_ablations(ablations)
     document = {"bench": "needle", "setting": asdict(setting), "chance": 1 / VALUES, "trained_s": round(trained_s, 1),
                 "accuracy_by_depth": by_length, "ablations": ablations}  # fmt: skip
     folder = Path(out_dir)
@@ -170,6 +169,10 @@ def accuracies(model: Decoder, setting: Setting, length: int, examples: int) -> 
     """Share of facts found, and of filler tokens foretold."""
     found_NQ, foretold, _ = _measure(model, setting, length, examples)
     return {"facts": round(found_NQ.mean().item(), 4), "filler": round(foretold, 4)}
+
+
+def _by_length(model: Decoder, setting: Setting) -> dict[int, dict[str, float]]:
+    return {length: accuracies(model, setting, length, setting.examples) for length in setting.measured}
 
 
 @torch.no_grad()
@@ -235,7 +238,10 @@ def _tell_depths(by_length: dict[int, list[float]]) -> None:
         print(f"{length:8d}" + "".join(f"{share:8.2f}" for share in found))
 
 
-def _tell_ablations(ablations: dict[str, dict[str, float]], length: int) -> None:
-    print(f"{'without':12}{'facts':>8}{'filler':>8}   (at {length} tokens; chance for facts: {1 / VALUES:.2f})")
-    for what, shares in ablations.items():
-        print(f"{what:12}{shares['facts']:8.2f}{shares['filler']:8.2f}")
+def _tell_ablations(ablations: dict[str, dict[int, dict[str, float]]]) -> None:
+    print(f"facts found without a part, by length (chance: {1 / VALUES:.2f}); last column: filler foretold")
+    lengths = list(ablations["nothing"])
+    print(f"{'without':12}" + "".join(f"{length:8d}" for length in lengths) + f"{'filler':>8}")
+    for what, by_length in ablations.items():
+        facts = "".join(f"{by_length[length]['facts']:8.2f}" for length in lengths)
+        print(f"{what:12}{facts}{by_length[lengths[-1]]['filler']:8.2f}")

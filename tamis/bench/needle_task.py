@@ -1,7 +1,9 @@
 """The needle task: facts hidden in a long filler, asked for at the end, far beyond the window.
 
-A fact is one token that joins a key and a value; a question is a key, and its answer the value. The filler obeys a
-local rule (each token follows from the one two before it), so that short-range attention has work of its own.
+A fact is one token that joins a key and a value; a question is a key, and its answer the value. The facts lie side by
+side: a mean over their block tells that they are there, but mixes their values, so that the answer must be read from
+the token itself. The filler obeys a local rule (each token follows from the one two before it), so that short-range
+attention has work of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KEYS, VALUES, FILLERS = 4, 4, 16
+KEYS, VALUES, FILLERS = 8, 8, 16
 FIRST_FACT = FILLERS
 FIRST_QUESTION = FIRST_FACT + KEYS * VALUES
 FIRST_ANSWER = FIRST_QUESTION + KEYS
@@ -31,13 +33,14 @@ class Needles:
 
 
 def make_needles(batch: int, length: int, window: int, questions: int, generator: torch.Generator) -> Needles:
-    """Facts lie before the last `window` tokens ahead of the questions, each with its own key."""
+    """One fact for each question, each with its own key, before the last `window` tokens ahead of the questions."""
     tail = 2 * questions
     reach = length - tail - window
     if reach < questions:
         raise ValueError(f"{length} tokens leave no room for {questions} facts beyond a window of {window}")
     tokens, predictable = _filler(batch, length, generator)
-    places = torch.stack([torch.randperm(reach, generator=generator)[:questions] for _ in range(batch)])
+    first = torch.randint(reach - questions + 1, (batch, 1), generator=generator)
+    places = first + torch.stack([torch.randperm(questions, generator=generator) for _ in range(batch)])
     keys = torch.stack([torch.randperm(KEYS, generator=generator)[:questions] for _ in range(batch)])
     values = torch.randint(VALUES, (batch, questions), generator=generator)
     tokens.scatter_(1, places, FIRST_FACT + keys * VALUES + values)

@@ -14,18 +14,19 @@ from tamis.model import Decoder
 
 
 def test_selection_learns_to_find_facts_and_every_branch_is_needed(tmp_path: Path, capsys) -> None:
-    document = bench_needle(Setting(lengths=(64,), steps=220), out_dir=tmp_path)
-    whole, without = document["ablations"]["nothing"], document["ablations"]
-    # Two seeds gave 0.90 and 0.99, and without a part 0.53 to 0.88; chance is a quarter.
+    document = bench_needle(Setting(lengths=(64,), steps=300), out_dir=tmp_path)
+    without = {what: by_length[64] for what, by_length in document["ablations"].items()}
+    whole = without["nothing"]
+    # Three seeds gave 0.88 to 0.92, and without a part 0.29 to 0.77; chance is an eighth.
     assert whole["facts"] > 0.75
     assert min(document["accuracy_by_depth"][64]) > 0.5
-    assert without["compressed"]["facts"] < whole["facts"] - 0.03
-    assert without["selected"]["facts"] < whole["facts"] - 0.1
-    assert without["scores"]["facts"] < whole["facts"] - 0.15
+    assert without["compressed"]["facts"] < whole["facts"] - 0.05
+    assert without["selected"]["facts"] < whole["facts"] - 0.25
+    assert without["scores"]["facts"] < whole["facts"] - 0.25
     assert without["window"]["filler"] < whole["filler"] - 0.3
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["ablations"] == without
-    assert json.loads((tmp_path / "needle.json").read_text())["ablations"] == without
+    assert last["ablations"]["selected"]["64"] == without["selected"]
+    assert json.loads((tmp_path / "needle.json").read_text()) == last
 
 
 def test_facts_lie_beyond_the_window_and_answers_follow_their_questions() -> None:
@@ -38,6 +39,8 @@ def test_facts_lie_beyond_the_window_and_answers_follow_their_questions() -> Non
             if FIRST_FACT <= t < FIRST_QUESTION
         }
         assert len(facts) == 4
+        places = sorted(at for _, at in facts.values())
+        assert places == list(range(places[0], places[0] + 4))
         for question, answer in zip(needles.questions_BQ[row].tolist(), needles.answers_BQ[row].tolist(), strict=True):
             value, at = facts[tokens[question] - FIRST_QUESTION]
             assert tokens[question + 1] == answer == FIRST_ANSWER + value
