@@ -79,20 +79,25 @@ class Setting:
         return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": train})
 
 
-# For a GPU: a window of 8 tokens, facts up to 65,536 tokens away, eight times farther than any seen in training. Few
+# For a GPU: a window of 16 tokens, facts up to 65,536 tokens away, four times farther than any seen in training. Few
 # angles turn over such a distance with this base, so that what a key says can be matched at any.
 LARGE = Setting(
-    lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     shown=(512, 2048, 8192, 16384, 32768, 65536),
     growing=True,
-    steps=1600,
+    steps=2000,
     batch=64,
     tokens=1 << 15,
     dim=64,
     d_k=32,
+    l=16,
+    d=8,
+    l_sel=16,
+    n_sel=8,
+    w=16,
     lr=5e-3,
     rope_base=1e8,
-    examples=32,
+    examples=48,
 )
 
 
@@ -176,11 +181,12 @@ def _by_length(model: Decoder, setting: Setting) -> dict[int, dict[str, float]]:
 
 
 @torch.no_grad()
-def accuracy_by_depth(model: Decoder, setting: Setting, length: int, examples: int) -> list[float]:
-    """Share of facts found in each of DEPTHS parts of the reach, the oldest first."""
+def accuracy_by_depth(model: Decoder, setting: Setting, length: int, examples: int) -> list[float | None]:
+    """Share of facts found in each of DEPTHS parts of the reach, the oldest first; None where no fact lay."""
     found_NQ, _, depths_NQ = _measure(model, setting, length, examples)
     part = (depths_NQ * DEPTHS).long().clamp_max(DEPTHS - 1)
-    return [round(found_NQ[part == i].mean().item(), 4) for i in range(DEPTHS)]
+    parts = [found_NQ[part == i] for i in range(DEPTHS)]
+    return [round(found.mean().item(), 4) if len(found) else None for found in parts]
 
 
 def _measure(model: Decoder, setting: Setting, length: int, examples: int) -> tuple[Tensor, float, Tensor]:
@@ -232,10 +238,10 @@ def _alike(layer: NSALayer) -> Any:
     return without_keys
 
 
-def _tell_depths(by_length: dict[int, list[float]]) -> None:
+def _tell_depths(by_length: dict[int, list[float | None]]) -> None:
     print("facts found, by depth (first column: the start of the text)")
     for length, found in by_length.items():
-        print(f"{length:8d}" + "".join(f"{share:8.2f}" for share in found))
+        print(f"{length:8d}" + "".join(f"{'–':>8}" if share is None else f"{share:8.2f}" for share in found))
 
 
 def _tell_ablations(ablations: dict[str, dict[int, dict[str, float]]]) -> None:

@@ -77,6 +77,8 @@ def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
     model = Decoder(setting.config())
     assert accuracies(model, setting, 64, 128)["facts"] < 0.4
     assert len(accuracy_by_depth(model, setting, 64, 128)) == 5
+    of_one_text = accuracy_by_depth(model, setting, 64, 1)
+    assert any(share is None for share in of_one_text) and any(share is not None for share in of_one_text)
 
 
 def test_lengths_take_turns_or_grow_to_the_longest() -> None:
