@@ -31,7 +31,7 @@ def tile_attention(
     """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
     caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
     _check_tile(q_BSHD, caches, gates_BSH3, spec, start, first_key)
-    attend = kernel_tile if _use_kernels(q_BSHD, kernels) else reference_tile
+    attend = kernel_tile if use_kernels(q_BSHD, kernels) else reference_tile
     out, ids_BSGn = attend(q_BSHD, caches, gates_BSH3, spec, start, first_key)
     return out, ids_BSGn[:, -1]
 
@@ -77,7 +77,7 @@ def decode_attention(
     token `t` lies in slot `t % W`. The kernels cannot refuse a position: who counts the tokens sees that they fit.
     """
     _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
-    if _use_kernels(q_BHD, kernels):
+    if use_kernels(q_BHD, kernels):
         from tamis.attention.decode_kernels import decode
 
         return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec)
@@ -136,6 +136,6 @@ def _check_step(q_BHD: Tensor, caches: Caches, gates_BH3: Tensor, positions_B: T
     check_positions(positions_B, q_BHD)
 
 
-def _use_kernels(q: Tensor, kernels: bool | None) -> bool:
+def use_kernels(q: Tensor, kernels: bool | None = None) -> bool:
     """Kernels wherever they can run on a GPU; a caller that insists has made sure that they can."""
     return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None if kernels is None else kernels

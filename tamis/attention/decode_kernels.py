@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tamis.attention.decode_choice import UNUSED, chosen_blocks
 from tamis.attention.spec import NSASpec
-from tamis.attention.tiles import LOG2E, Tile, is_ampere, padded, precision
+from tamis.attention.tiles import LOG2E, Tile, is_ampere, padded, precision, unit_last_stride
 
 FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
 SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch: two, or four for each multiprocessor of an H200
@@ -242,7 +242,7 @@ def decode(
 
     Token `t` of the window lies in slot `t % W`.
     """
-    q_BHD, gates_BH3, positions_B = (x.contiguous() for x in (q_BHD, gates_BH3, positions_B))
+    q_BHD, gates_BH3, positions_B = unit_last_stride(q_BHD), gates_BH3.contiguous(), positions_B.contiguous()
     B, H, D = q_BHD.shape
     N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
     R, DP = H // G, padded(D)
@@ -262,7 +262,7 @@ def decode(
         torch.empty(*shape, dtype=torch.int32, device=q_BHD.device)
         for shape in ((B, G, X), (B, G), (B, G), (B, G, spec.n_sel))
     )
-    out, logits = torch.empty_like(q_BHD), logits[lead:]
+    out, logits = q_BHD.new_empty(q_BHD.shape), logits[lead:]
     shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)),
              "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype), "EARLY": early}  # fmt: skip
     scale = D**-0.5 * LOG2E

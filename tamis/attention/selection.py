@@ -27,6 +27,7 @@ from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_f
 SCORE_BYTES = 128 << 20  # scores held at once
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
+RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is compiled anew as the prompt grows
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def select_from_lse(
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
-        runs_p2 = triton.next_power_of_2(runs)
+        runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if start else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, B, S, G, start or None, runs, t_begin, t_end,

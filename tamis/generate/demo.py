@@ -30,6 +30,7 @@ class Measured:
     """One model's figures. Reads are keys per layer and group, for the prompt's last token and the last decoded."""
 
     attention: str
+    warm_up_s: float
     prefill_ms_by_tile: list[float]
     prefill_s: float
     prefill_tokens_per_s: float
@@ -81,8 +82,7 @@ def demo_64k(
 def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> Measured:
     """Read the prompt by tiles, then decode greedily."""
     name, place = model.config.model.attention, tokens_1S.device
-    if place.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    warm_up_s = _warm_up(model, tokens_1S, tile, decode_tokens) if place.type == "cuda" else 0.0
     cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
     tiles_ms, hidden = [], torch.empty(0)
     for number, part in enumerate(tokens_1S.split(tile, dim=1), 1):
@@ -100,6 +100,7 @@ def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) ->
     prefill_s = sum(tiles_ms) / 1e3
     return Measured(
         attention=name,
+        warm_up_s=round(warm_up_s, 2),
         prefill_ms_by_tile=[round(ms, 3) for ms in tiles_ms],
         prefill_s=round(prefill_s, 4),
         prefill_tokens_per_s=round(tokens_1S.shape[1] / prefill_s, 1),
@@ -110,6 +111,21 @@ def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) ->
         cache_mib=round(cache.bytes / 2**20, 2),
         peak_memory_mib=round(_peak_memory(place) / 2**20, 1),
     )
+
+
+def _warm_up(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> float:
+    """Seconds of a whole prefill and a few steps that are not measured: kernels are compiled, or loaded, here."""
+    started = _now(tokens_1S.device)
+    cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
+    for part in tokens_1S.split(tile, dim=1):
+        model.extend(part, cache)
+    Stepper(model, cache)(tokens_1S[:, 0])
+    seconds = _now(tokens_1S.device) - started
+    print(f"{model.config.model.attention}: warmed up in {seconds:.2f} s, compiling included", flush=True)
+    del cache
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return seconds
 
 
 def reads_of_prompt(model: Decoder, cache: Cache) -> tuple[int, int]:

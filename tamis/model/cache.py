@@ -29,8 +29,8 @@ class Ring:
 
     def newest(self, count: int, end: int) -> Tensor:
         """The `count` tokens before position `end`, oldest first."""
-        slots = torch.arange(end - count, end, device=self.slots_BW2GD.device) % self.size
-        return self.slots_BW2GD[:, slots]
+        parts = [self.slots_BW2GD[:, part] for part in self._slots(count, end)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def newest_of_each(self, positions_B: Tensor) -> Tensor:
         """All `size` tokens up to each sequence's position; slots never written hold zeros."""
@@ -40,11 +40,19 @@ class Ring:
 
     def write(self, new_BS2GD: Tensor, start: int) -> None:
         end, kept = start + new_BS2GD.shape[1], min(self.size, new_BS2GD.shape[1])
-        slots = torch.arange(end - kept, end, device=new_BS2GD.device) % self.size
-        self.slots_BW2GD[:, slots] = new_BS2GD[:, new_BS2GD.shape[1] - kept :]
+        parts = self._slots(kept, end)
+        new = new_BS2GD[:, new_BS2GD.shape[1] - kept :].split([part.stop - part.start for part in parts], dim=1)
+        for part, tokens in zip(parts, new, strict=True):
+            self.slots_BW2GD[:, part] = tokens
 
     def write_one(self, new_B2GD: Tensor, positions_B: Tensor) -> None:
         self.slots_BW2GD[_rows(positions_B), positions_B % self.size] = new_B2GD
+
+    def _slots(self, count: int, end: int) -> list[slice]:
+        """Where the `count` tokens before `end` lie, oldest first: at most two runs."""
+        begin = (end - count) % self.size
+        first = min(count, self.size - begin)
+        return [slice(begin, begin + first)] + ([slice(0, count - first)] if count > first else [])
 
 
 class NSACache:

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention import NSASpec, nsa_attention
-from tamis.attention.decode import decode_attention, tile_attention
+from tamis.attention.decode import decode_attention, tile_attention, use_kernels
 from tamis.config import Config
 from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
 from tamis.model.layers import Rotary
 
+WIDEST_COMPRESSED = 256  # bytes of a head: wider ones do not fit the kernel that compresses
 ALIGNED_ROW = 8  # numbers of two bytes in 16 bytes
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
@@ -47,40 +48,67 @@ class NSALayer(nn.Module):
     def extend(self, x_BSE: Tensor, cache: NSACache, start: int) -> Tensor:
         """The output for tokens `start … start+S−1`, which join those the cache holds."""
         end = start + x_BSE.shape[1]
-        q, raw, selected, window = self._rotated(x_BSE, torch.arange(start, end, device=x_BSE.device))
+        q, window = self._remember_tile(self._heads(x_BSE), cache, start)
+        compressed = cache.compressed_BN2GD[:, : self.spec.compressed_blocks(end)]
+        mixed, chosen = tile_attention(
+            q, compressed, cache.selected_BT2GD[:, :end], window, self._inference_gates(x_BSE), self.spec, start,
+            first_key=end - window.shape[1],
+        )  # fmt: skip
+        cache.chosen_BGn.copy_(chosen)
+        return self.out(mixed.flatten(2))
+
+    def step(self, x_BE: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
+        """The output for one token of each sequence, at its own position; nothing here waits for the host."""
+        q = self._remember_step(self._heads(x_BE[:, None]), cache, positions_B)
+        kept = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
+        mixed, cache.chosen_BGn, cache.reads_BG = decode_attention(
+            q, *kept, self._inference_gates(x_BE), positions_B, self.spec
+        )
+        return self.out(mixed.flatten(1))
+
+    def _remember_tile(self, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
+        """Write tokens from `start` on to the cache; their queries, and the window from their first key on."""
+        if self._kernels_remember(heads_BSCD):
+            from tamis.model.memory_kernels import remember_tile
+
+            return remember_tile(self, heads_BSCD, cache, start)
+        end = start + heads_BSCD.shape[1]
+        positions = torch.arange(start, end, device=heads_BSCD.device)
+        q, raw, selected, window = self._rotated(heads_BSCD, positions)
         before, after = self.spec.compressed_blocks(start), self.spec.compressed_blocks(end)
         pending = torch.cat((cache.tail.newest(start - before * self.spec.d, start), raw), dim=1)
         cache.compressed_BN2GD[:, before:after] = torch.stack(
             self.compress(pending[:, :, 0], pending[:, :, 1], before), dim=2
         )
         cache.selected_BT2GD[:, start:end] = selected
-        older = min(start, self.spec.w - 1)
-        recent = torch.cat((cache.window.newest(older, start), window), dim=1)
+        recent = torch.cat((cache.window.newest(min(start, self.spec.w - 1), start), window), dim=1)
         cache.tail.write(raw, start)
         cache.window.write(window, start)
-        compressed, seen = cache.compressed_BN2GD[:, :after], cache.selected_BT2GD[:, :end]
-        gates = self.gates(x_BSE)
-        mixed, chosen = tile_attention(q, compressed, seen, recent, gates, self.spec, start, start - older)
-        cache.chosen_BGn.copy_(chosen)
-        return self.out(mixed.flatten(2))
+        return q, recent
 
-    def step(self, x_BE: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
-        """The output for one token of each sequence, at its own position; nothing here waits for the host."""
+    def _remember_step(self, heads_B1CD: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
+        """Write one token of each sequence to the cache; their queries."""
+        if self._kernels_remember(heads_B1CD):
+            from tamis.model.memory_kernels import remember_step
+
+            return remember_step(self, heads_B1CD, cache, positions_B)
         # Sequences stand where a tile's tokens stand: each has its own position.
-        q, raw, selected, window = (t[0] for t in self._rotated(x_BE[None], positions_B))
+        q, raw, selected, window = (t[0] for t in self._rotated(heads_B1CD.transpose(0, 1), positions_B))
         cache.tail.write_one(raw, positions_B)
         k_cmp, v_cmp = self._compress_unrotated(*cache.tail.newest_of_each(positions_B).unbind(2))
         k_cmp = self.rotary(k_cmp.transpose(0, 1), positions_B)[0]  # a block that ends now is rotated to now
         cache.write_block(torch.stack((k_cmp, v_cmp[:, 0]), dim=1), positions_B)
         cache.write_one(selected, positions_B)
         cache.window.write_one(window, positions_B)
-        kept = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
-        mixed, cache.chosen_BGn, cache.reads_BG = decode_attention(q, *kept, self.gates(x_BE), positions_B, self.spec)
-        return self.out(mixed.flatten(1))
+        return q
 
-    def _rotated(self, x_BSE: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _kernels_remember(self, heads: Tensor) -> bool:
+        fits = heads.shape[-1] * heads.element_size() <= WIDEST_COMPRESSED
+        return fits and isinstance(self.compress_k, LearnedCompression) and use_kernels(heads)
+
+    def _rotated(self, heads_BSCD: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, and keys with values `[B,S,2,G,D]`: unrotated for compression, rotated for selection and window."""
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = self.projections(x_BSE)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = self._by_branch(heads_BSCD)
         q, k_sel, k_win = (self.rotary(t, positions_S) for t in (q, k_sel, k_win))
         pairs = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
         raw, selected, window = (torch.stack(pair, dim=2) for pair in pairs)
@@ -88,8 +116,13 @@ class NSALayer(nn.Module):
 
     def projections(self, x_BSE: Tensor) -> list[Tensor]:
         """Queries `[B,S,H,D]` and the six unrotated `[B,S,G,D]`."""
-        heads = self.project(x_BSE).unflatten(-1, (-1, self.dim))
-        return list(heads.split([self.heads] + [self.groups] * 6, dim=2))
+        return self._by_branch(self._heads(x_BSE))
+
+    def _heads(self, x_BSE: Tensor) -> Tensor:
+        return self.project(x_BSE).unflatten(-1, (-1, self.dim))
+
+    def _by_branch(self, heads_BSCD: Tensor) -> list[Tensor]:
+        return list(heads_BSCD.split([self.heads] + [self.groups] * 6, dim=2))
 
     def gates(self, x_BSE: Tensor) -> Tensor:
         # Rows of 3·heads numbers are seldom 16 bytes aligned, and tensor cores are slow on others: padded, then cut.
@@ -97,6 +130,10 @@ class NSALayer(nn.Module):
         weight, bias = F.pad(self.gate.weight, (0, 0, 0, padding)), F.pad(self.gate.bias, (0, padding))
         logits = F.linear(x_BSE, weight, bias)[..., : self.gate.out_features].unflatten(-1, (self.heads, 3))
         return torch.sigmoid(logits.float()).to(logits.dtype)
+
+    def _inference_gates(self, x_BSE: Tensor) -> Tensor:
+        """The same in fewer launches, which cost more here than rows that are not aligned."""
+        return torch.sigmoid(self.gate(x_BSE)).unflatten(-1, (self.heads, 3))
 
     def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
         """Compressed keys, rotated to their block's last position, and values; blocks count from `first_block`."""

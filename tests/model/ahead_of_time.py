@@ -27,6 +27,31 @@ def launch_everything(dtype: torch.dtype) -> None:
     swiglu_rows_backward(swiglu_rows(merged), merged)
 
 
+def remember_everything(dtype: torch.dtype) -> None:
+    """Tiles and steps of both kinds of layer write to their caches."""
+    from tamis.config import load_config
+    from tamis.model import Decoder
+    from tamis.model.memory_kernels import remember_dense, remember_step, remember_tile
+
+    for attention in ("nsa", "dense"):
+        config = load_config(None, ["model.n_layers=1", f"model.attention={attention}", "data.tokenizer=byte"])
+        model = Decoder(config, max_len=ROWS * 64).to(dtype).requires_grad_(False)
+        layer, cache, positions = (
+            model.blocks[0].attention,
+            model.new_cache().layers[0],
+            torch.zeros(1, dtype=torch.long),
+        )
+        tile, step = (
+            torch.empty(1, n, layer.project.out_features // layer.dim, layer.dim, dtype=dtype) for n in (64, 1)
+        )
+        if attention == "nsa":
+            remember_tile(layer, tile, cache, ROWS)
+            remember_step(layer, step, cache, positions)
+        else:
+            remember_dense(layer, tile, cache, ROWS)
+            remember_dense(layer, step, cache, positions)
+
+
 def narrow_loads(kernel) -> int:  # type: ignore[no-untyped-def]
     """Loads of one number, where a thread could have loaded 16 bytes."""
     return len(re.findall(r"ld\.global\.[bu](?:16|32)\s", kernel.asm["ptx"]))
@@ -36,6 +61,7 @@ def main() -> None:
     compiled = record_launches(int(sys.argv[1]))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         launch_everything(dtype)
+        remember_everything(dtype)
     print(json.dumps({name: resources(k) | {"narrow_loads": narrow_loads(k)} for name, k in compiled.items()}))
 
 

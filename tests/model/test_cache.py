@@ -51,6 +51,12 @@ def step_by(model: Decoder, tokens: torch.Tensor, cache) -> torch.Tensor:
     return torch.stack(hidden, dim=1)
 
 
+def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whatever the device."""
+    for module in ("attention.decode", "model.nsa", "model.dense"):
+        monkeypatch.setattr(f"tamis.{module}.use_kernels", lambda q, kernels=None: True)
+
+
 def assert_same_memory(one, other) -> None:
     """Everything that may still be read: rows before the length, and rings whole."""
     length = int(one.lengths_B[0])
@@ -184,8 +190,39 @@ def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
     """As on a GPU: tiles by the kernels of training started where the cache ends, then steps by those of decoding."""
     model, tokens = model_of(small_config(n_layers=1)).to(DEVICE), random_tokens(batch=2, count=61).to(DEVICE)
     expected = model(tokens)[0]
-    monkeypatch.setattr("tamis.attention.decode._use_kernels", lambda q, kernels: True)
+    through_kernels(monkeypatch)
     cache = model.new_cache(2)
     tiles = extend_by(model, tokens[:, :59], cache, [5, 17, 37])
     steps = step_by(model, tokens[:, 59:], cache)
     torch.testing.assert_close(torch.cat((tiles, steps), dim=1), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(
+    ("changes", "tiles"),
+    [
+        ({}, [1, 6, 23, 9]),
+        ({"w": 100, "n_kv_groups": 1, "l": 12, "d": 3, "l_sel": 6}, [19, 2, 18]),
+        ({"l": 1, "d": 1, "l_sel": 1, "n_sel": 3, "w": 1, "d_k": 6}, [3, 13]),
+        ({"l": 4, "d": 4, "n_kv_groups": 4, "d_k": 20}, [30]),
+        ({"phi": "avg"}, [21]),
+    ],
+)
+def test_the_kernels_leave_the_memory_that_plain_pytorch_leaves(
+    attention: str, changes: dict, tiles: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(small_config(n_layers=1, attention=attention, rope_scale=2.0, **changes)).to(DEVICE)
+    tokens = random_tokens(batch=2, count=sum(tiles) + 14).to(DEVICE)
+    plain, kernels = model.new_cache(2), model.new_cache(2)
+
+    def read(cache):  # type: ignore[no-untyped-def]
+        tiled = extend_by(model, tokens[:, : sum(tiles)], cache, tiles)
+        return torch.cat((tiled, step_by(model, tokens[:, sum(tiles) :], cache)), dim=1)
+
+    expected = read(plain)
+    through_kernels(monkeypatch)
+    torch.testing.assert_close(read(kernels), expected, **CLOSE)
+    if attention == "nsa":
+        assert_same_memory(kernels, plain)
+    else:
+        torch.testing.assert_close(kernels.layers[0].kept_BT2GD, plain.layers[0].kept_BT2GD, **CLOSE)
