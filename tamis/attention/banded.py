@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tamis.attention import banded_keys
 from tamis.attention.banded_tiles import described_keys, key_tiles, load_keys, load_rows, rows_from, visible
+from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 
@@ -67,6 +68,7 @@ def _forward_kernel(
     t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
     position = token
     if start is not None:
+        start = read_start(start)
         t_first, t_last, position = t_first + start, t_last + start, position + start
     begin, tiles, whole_first, whole_end, count = key_tiles(t_first, t_last, L, STRIDE, W, BN, TAIL, COPIED)
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -183,7 +185,7 @@ def forward(
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(S * (H // G), tile.rows) * B * G,)](
         q, *(described_keys(x, tile.keys, copied) for x in (k, v)), out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], B, S, N, G, start or None, D**-0.5 * LOG2E,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], B, S, N, G, start_argument(start), D**-0.5 * LOG2E,
         L=length, STRIDE=stride, W=window, R=H // G, D=D, DP=padded(D), PRECISION=precision(q.dtype),
         BM=tile.rows, BN=tile.keys, TAIL=tile.tail if window and not copied else 0, COPIED=copied, **tile.options,
     )  # fmt: skip

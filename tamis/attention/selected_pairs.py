@@ -31,6 +31,7 @@ from tamis.attention.selected_lists import Layout, chunks_of_pairs
 from tamis.attention.selected_rows import launch_settings, load_rows, store_rows
 from tamis.attention.selected_union import Unions
 from tamis.attention.spec import NSASpec
+from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
@@ -65,7 +66,7 @@ def forward(
     scale = dim**-0.5 * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout, unions):
         _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), start or None, scale,
+            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), start_argument(start), scale,
             *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
             **sizes, **settings,
         )  # fmt: skip
@@ -97,6 +98,7 @@ def _forward_items(
     )
     keys, first_position = tokens, first_token
     if start is not None:
+        start = read_start(start)
         keys, first_position = keys + start, first_position + start
     _, key, key_live = keys_of_block(block, sub, keys, L_SEL, BN)
     key64 = key.to(tl.int64)

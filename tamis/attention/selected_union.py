@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tamis.attention.selected_rows import fills_tiles, key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
+from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E, padded, precision
 
 SHORT = 2  # times n_sel blocks: in sequences this short every tile sees nearly all blocks, and larger tiles read less
@@ -61,7 +62,7 @@ def forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     keys, parts = key_tiles(spec)
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
-        q_BSHD, k_BTGD, v_BTGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start or None,
+        q_BSHD, k_BTGD, v_BTGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
         *unions.blocks.shape[2:], dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
         PRECISION=precision(q_BSHD.dtype), **settings,
@@ -82,7 +83,7 @@ def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, 
     )
     padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
-        ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, start or None, tiles, most,
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, start_argument(start), tiles, most,
         *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
         WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
     )  # fmt: skip
@@ -111,7 +112,7 @@ def _unite_choices(
     union_tokens += row * (most + 2)
     first_position = tile * TILE
     if start is not None:
-        first_position += start
+        first_position += read_start(start)
     used = 0
     whole = 0
     newest = tl.min(tl.where(block >= 0, block, NONE), 0)
@@ -175,6 +176,7 @@ def _forward_tiles(
     v += sequence * v_b + group * v_g
     keys, position = tokens, token
     if start is not None:
+        start = read_start(start)
         keys, position = keys + start, position + start
 
     column = tl.arange(0, BN)

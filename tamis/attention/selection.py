@@ -22,6 +22,7 @@ from torch import Tensor
 from tamis.attention.banded_tiles import described_keys
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec
+from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 SCORE_BYTES = 128 << 20  # scores held at once
@@ -105,6 +106,7 @@ def _score_kernel(
     t = t_begin + tile * BT + tl.arange(0, BT)
     position_t = t
     if start is not None:
+        start = read_start(start)
         last, position, position_t = last + start, position + start, position_t + start
     newest = last // L_SEL
     # The two newest blocks are chosen anyway, later ones do not exist yet; early tokens take every block there is.
@@ -177,6 +179,7 @@ def _top_kernel(
     alive = token < t_end
     position = token
     if start is not None:
+        start = read_start(start)
         position += start
     newest = position // L_SEL
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
@@ -238,7 +241,7 @@ def select_from_lse(
             # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
             _score_kernel[(triton.cdiv(t_end - t_begin, tokens) * B * G, 1)](
                 q, keys, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
-                B, S, N, G, start or None, runs, t_begin, t_end, D**-0.5 * LOG2E,
+                B, S, N, G, start_argument(start), runs, t_begin, t_end, D**-0.5 * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
@@ -246,7 +249,7 @@ def select_from_lse(
         runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if start else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, best_of_run, ids, B, S, G, start or None, runs, t_begin, t_end,
+            scores, best_of_run, ids, B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
             num_warps=1,
         )  # fmt: skip
