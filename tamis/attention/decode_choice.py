@@ -43,35 +43,40 @@ def _best(keys, NP: tl.constexpr):
 
 
 @triton.jit
-def _best_blocks(logits, lse, columns, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr,
+def _best_blocks(logits, lse, row_length, blocks, newest, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr,
                  R: tl.constexpr, RH: tl.constexpr, NP: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
     """Ids of the NP best-scored blocks among 1 … newest−2, best first; meaningless where there are fewer."""
     best = -1 - tl.arange(0, NP).to(tl.int64)
+    SP: tl.constexpr = triton.next_power_of_2(PIECES_SEL)
+    piece = tl.arange(0, SP)
+    # How many pieces of block j lie in the compressed block that begins at each of its own.
+    overlap = tl.where(piece < PIECES_SEL, tl.minimum(PIECES, PIECES_SEL - piece), 0).to(tl.float32)
     for first in range(0, newest - 1, BJ):
         j = first + tl.arange(0, BJ)
+        i = j[:, None] * PIECES_SEL + piece[None, :]
+        within = tl.zeros([BJ, SP], tl.float32)
         score = tl.zeros([BJ], tl.float32)
+        # Not masked, so that whole vectors are read: what lies outside is allocated, and left out below.
         for r in tl.range(0, R, loop_unroll_factor=2):
             lse_r = tl.sum(tl.where(tl.arange(0, RH) == r, lse, 0.0), 0)
-            # Every compressed block that touches j begins at one of these offsets, in it with `overlap` pieces.
-            for offset in tl.static_range(1 - PIECES, PIECES_SEL):
-                # Not masked, so that whole vectors are read: what lies outside is allocated, and left out below.
-                row = logits + (r * PIECES_SEL + offset % PIECES_SEL) * columns
-                p = tl.exp2(tl.load(row + offset // PIECES_SEL + j) - lse_r)
-                i = j * PIECES_SEL + offset
-                overlap = min(offset + PIECES, PIECES_SEL) - max(offset, 0)
-                score += tl.where((i >= 0) & (i < blocks), p, 0.0) * overlap
+            row = logits + r * row_length
+            within += tl.exp2(tl.load(row + i) - lse_r)
+            for before in tl.static_range(1, PIECES):  # compressed blocks that begin before j and reach into it
+                p = tl.exp2(tl.load(row + j * PIECES_SEL - before) - lse_r)
+                score += tl.where(j * PIECES_SEL >= before, p, 0.0) * min(PIECES - before, PIECES_SEL)
+        score += tl.sum(tl.where(i < blocks, within, 0.0) * overlap[None, :], 1)
         # (score bits, inverted index): a larger key is a better block, ties go to the lower index.
         key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
         candidate = (j >= 1) & (j <= newest - 2)
-        piece = _best(tl.where(candidate, key, -1 - NP - j.to(tl.int64)), NP)
+        found = _best(tl.where(candidate, key, -1 - NP - j.to(tl.int64)), NP)
         if first > 0:
-            piece = tl.topk(tl.reshape(tl.join(best, piece), [2 * NP]), NP)
-        best = piece
+            found = tl.topk(tl.reshape(tl.join(best, found), [2 * NP]), NP)
+        best = found
     return 2147483647 - (best & 2147483647).to(tl.int32)
 
 
 @triton.jit
-def chosen_blocks(logits, part_lse, position, x_cmp, columns, L: tl.constexpr, STRIDE: tl.constexpr,
+def chosen_blocks(logits, part_lse, position, x_cmp, row_length, L: tl.constexpr, STRIDE: tl.constexpr,
                   L_SEL: tl.constexpr, N_SEL: tl.constexpr, R: tl.constexpr, RH: tl.constexpr, NP: tl.constexpr,
                   BJ: tl.constexpr, XP: tl.constexpr):  # fmt: skip
     """`[NP]` block ids, ascending, UNUSED at the end."""
@@ -84,7 +89,7 @@ def chosen_blocks(logits, part_lse, position, x_cmp, columns, L: tl.constexpr, S
         if FREE > 0:
             lse = _branch_lse(part_lse, x_cmp, R, RH, XP)
             blocks = tl.maximum((position + 1 - L + STRIDE) // STRIDE, 0)
-            best = _best_blocks(logits, lse, columns, blocks, newest, L // STRIDE, L_SEL // STRIDE, R, RH, NP, BJ)
+            best = _best_blocks(logits, lse, row_length, blocks, newest, L // STRIDE, L_SEL // STRIDE, R, RH, NP, BJ)
             chosen = tl.where(slot < FREE, best, chosen)
         chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
     return chosen

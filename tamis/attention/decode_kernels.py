@@ -1,9 +1,11 @@
 """Triton: one query of each sequence over its caches, in two launches; nothing is read back by the host.
 
 `_scan_kernel` walks the compressed blocks, split over programs, and leaves every split's output and log-sum-exp, and
-the logits. In `_finish_kernel` some programs of a group choose the blocks and walk their share of the chosen tokens,
-others the window, one merges what the scan left, and the last to arrive adds it all up under the gates, in a fixed
-order. So memory is read while blocks are chosen.
+the logits. Where there are many sequences it walks the blocks of two groups at once: a head's query stands where its
+group's numbers stand in a row of keys, with zeros elsewhere, so that one product serves both. In `_finish_kernel` some
+programs of a group choose the blocks and walk their share of the chosen tokens, others the window, one merges what the
+scan left, and the last to arrive adds it all up under the gates, in a fixed order. So memory is read while blocks are
+chosen.
 
 Shapes: B sequences, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, selected,
 window, then the merged compressed one), 2: key, then value. Logits and log-sum-exps are in base 2.
@@ -25,10 +27,11 @@ from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E, Tile, is_ampere, padded, precision, unit_last_stride
 
 FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
-SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch: two, or four for each multiprocessor of an H200
+SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch, before groups are packed
 WALKERS = 128  # of chosen tokens, in the second: each chooses the blocks anew, so one for each multiprocessor
 MOST_WALKERS = 8  # of one pair
 MOST_SPLITS = 64  # of one branch; merging more costs more than the shorter walk saves
+LEAST_ROWS = 16  # of a product
 SCORE_BLOCKS = 1024  # selection blocks scored at once, in registers
 
 
@@ -88,43 +91,69 @@ def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.con
     return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
 
 
+@triton.jit
+def _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads, R: tl.constexpr, RP: tl.constexpr,
+                  PACK: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The same of PACK groups from `qg` on: of each row the part that is its group's."""
+    r = tl.arange(0, RP)
+    column = tl.arange(0, PACK * D)
+    some = total > 0.0
+    out = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, m + tl.log2(total), float("-inf"))
+    at = ((qg + r // R) * x + split) * R + r % R
+    own = (column // D)[None, :] == (r // R)[:, None]
+    tl.store(part + at[:, None] * D + (column % D)[None, :], out, mask=own & (r < PACK * R)[:, None])
+    tl.store(part_lse + at, lse, mask=r < PACK * R)
+    for g in tl.static_range(PACK):
+        tl.store(part_reads + (qg + g) * x + split, reads)
+
+
 @triton.jit(do_not_specialize=["G", "x"])
 def _scan_kernel(
     q, positions, compressed, part, part_lse, part_reads, logits, arrived,
-    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, columns, G, x, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, row_length, G, x, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the second kernel may take its place; it waits there for the end of this one
-    PIECES_SEL: tl.constexpr = L_SEL // STRIDE
-    qg = tl.program_id(0).to(tl.int64)
+    pack = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    query, group = qg // G, qg % G
+    query, group = pack // (G // PACK), pack % (G // PACK) * PACK
+    qg = query * G + group
     seen_tokens = tl.load(positions + query).to(tl.int32) + 1
-    q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
-    column = tl.arange(0, DP)
+    WIDTH: tl.constexpr = D if PACK == 1 else PACK * D  # of a row of keys; packed only where D is a power of two
+    column = tl.arange(0, PACK * DP)
     r = tl.arange(0, RP)
+    if PACK == 1:
+        q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
+    else:
+        own = ((column // D)[None, :] == (r // R)[:, None]) & (r < PACK * R)[:, None]
+        at_q = q + query * stride_q + (group * R + r)[:, None] * stride_h + (column % D)[None, :]
+        q_tile = tl.load(at_q, mask=own, other=0.0)
     m = tl.full([RP], float("-inf"), tl.float32)
     total = tl.zeros([RP], tl.float32)
-    acc = tl.zeros([RP, DP], tl.float32)
+    acc = tl.zeros([RP, PACK * DP], tl.float32)
     blocks = tl.maximum((seen_tokens - L + STRIDE) // STRIDE, 0)
     share = tl.cdiv(tl.cdiv(blocks, tl.num_programs(1)), BN) * BN
     begin = split * share
     end = tl.minimum(begin + share, blocks)
     compressed += query * stride_cb + group * stride_cg
-    logits += qg * R * PIECES_SEL * columns
+    logits += qg * R * row_length
     for first in range(begin, end, BN):
         i = first + tl.arange(0, BN)
         m, total, acc, s = _softmax_step(
-            q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, D, PRECISION
+            q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, WIDTH, PRECISION
         )
-        # Block i is kept at [i % PIECES_SEL, i // PIECES_SEL]: what scoring reads together lies together.
-        at = logits + r[:, None] * PIECES_SEL * columns + (i % PIECES_SEL * columns + i // PIECES_SEL)[None, :]
-        tl.store(at, s, mask=(r < R)[:, None] & (i < end)[None, :])
-    _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, tl.maximum(end - begin, 0), R, RP, D, DP)
+        tl.store(logits + r[:, None] * row_length + i[None, :], s, mask=(r < PACK * R)[:, None] & (i < end)[None, :])
+    reads = tl.maximum(end - begin, 0)
+    if PACK == 1:
+        _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, reads, R, RP, D, DP)
+    else:
+        _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads, R, RP, PACK, D)
     if split == 0:
-        tl.store(arrived + qg, 0)
+        for g in tl.static_range(PACK):
+            tl.store(arrived + qg + g, 0)
 
 
 @triton.jit
@@ -152,7 +181,7 @@ def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.
 def _finish_kernel(
     q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
     stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
-    columns, slots, G, x_cmp, x_win, x_sel, scale,
+    row_length, slots, G, x_cmp, x_win, x_sel, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     NP: tl.constexpr, BJ: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
@@ -181,8 +210,8 @@ def _finish_kernel(
         chosen = tl.full([NP], 0, tl.int32)
         if is_sel:
             chosen = chosen_blocks(
-                logits + qg * R * (L_SEL // STRIDE) * columns, part_lse, position, x_cmp, columns, L, STRIDE, L_SEL,
-                N_SEL, R, RH, NP, BJ, XP,
+                logits + qg * R * row_length, part_lse, position, x_cmp, row_length, L, STRIDE, L_SEL, N_SEL, R, RH,
+                NP, BJ, XP,
             )  # fmt: skip
             if split == 0:
                 slot = tl.arange(0, NP)
@@ -246,37 +275,39 @@ def decode(
     B, H, D = q_BHD.shape
     N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
     R, DP = H // G, padded(D)
-    scan, finish = _tiles(DP, q_BHD, B * G)
+    pack = packed_groups(B, G, R, D)
+    scan, finish = _tiles(DP, q_BHD, B * G, pack)
     splits = splits or splits_for(B * G, N, spec, scan, finish)
     X, early = splits.total, launches_early(q_BHD)
     NP = triton.next_power_of_2(spec.n_sel)
     blocks = spec.selection_blocks(selected_BT2GD.shape[1])
     BJ = max(4 * NP, min(SCORE_BLOCKS, triton.next_power_of_2(blocks)))
-    columns = BJ * triton.cdiv(blocks, BJ)  # whole pieces of BJ blocks, for scores are read without masks
-    lead = 16 * triton.cdiv(spec.pieces_per_compressed, 16 * spec.pieces_per_selected)  # and so before block 0
+    # A head's logits: of whole runs of BJ blocks, for scores are read without masks; and so before block 0 and beyond.
+    row_length = BJ * triton.cdiv(blocks, BJ) * spec.pieces_per_selected
+    lead, beyond = (16 * triton.cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
     part, part_lse, logits = (
         torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
-        for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * spec.pieces_per_selected * columns,))
+        for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * row_length + beyond,))
     )
     part_reads, arrived, reads, ids = (
         torch.empty(*shape, dtype=torch.int32, device=q_BHD.device)
         for shape in ((B, G, X), (B, G), (B, G), (B, G, spec.n_sel))
     )
     out, logits = q_BHD.new_empty(q_BHD.shape), logits[lead:]
-    shape = {"L": spec.l, "STRIDE": spec.d, "L_SEL": spec.l_sel, "R": R, "RP": max(16, triton.next_power_of_2(R)),
-             "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype), "EARLY": early}  # fmt: skip
+    shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype),
+             "EARLY": early}  # fmt: skip
     scale = D**-0.5 * LOG2E
-    _scan_kernel[(B * G, splits.compressed)](
+    _scan_kernel[(B * G // pack, splits.compressed)](
         q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived,
-        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], columns, G, X, scale, BN=scan.keys, **shape,
-        **scan.options,
+        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], row_length, G, X, scale, PACK=pack,
+        RP=_rows(pack * R), BN=scan.keys, **shape, **scan.options,
     )  # fmt: skip
     _finish_kernel[(B * G, splits.selected + splits.window + 1)](
         q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
-        ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], columns,
-        window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale,
-        N_SEL=spec.n_sel, W=spec.w, RH=triton.next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ, XP=MOST_SPLITS,
-        **shape, **finish.options, **({"launch_pdl": True} if early else {}),
+        ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], row_length,
+        window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale, RP=_rows(R),
+        L_SEL=spec.l_sel, N_SEL=spec.n_sel, W=spec.w, RH=triton.next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ,
+        XP=MOST_SPLITS, **shape, **finish.options, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, ids, reads
 
@@ -284,6 +315,16 @@ def decode(
 def launches_early(q: Tensor) -> bool:
     """Whether the second kernel may take its place before the first has ended, and wait there: from Hopper on."""
     return q.is_cuda and not is_ampere(q)
+
+
+def packed_groups(sequences: int, groups: int, heads: int, dim: int) -> int:
+    """How many groups of so many heads a scan walks at once: two that fit its rows, where bandwidth counts."""
+    fits = groups % 2 == 0 and 2 * heads <= LEAST_ROWS and dim in (16, 32, 64)
+    return 2 if fits and sequences * groups > FEW else 1
+
+
+def _rows(heads: int) -> int:
+    return max(LEAST_ROWS, triton.next_power_of_2(heads))
 
 
 def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Tile) -> Splits:
@@ -297,12 +338,13 @@ def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Ti
     )
 
 
-def _tiles(padded_dim: int, q: Tensor, programs: int) -> tuple[Tile, Tile]:
+def _tiles(padded_dim: int, q: Tensor, programs: int, pack: int = 1) -> tuple[Tile, Tile]:
     """Of the scanning and the finishing kernel; rows are those of one group's heads, whatever their number."""
     if q.dtype == torch.float32:
         return Tile(16, 32, 4, 1), Tile(16, 32, 8, 1)
     if padded_dim <= 64:
-        # On an A100 three stages would spill 16 bytes.
-        return Tile(16, 64, 4, 4 if programs <= FEW else 3), Tile(16, 128, 8, 2 if is_ampere(q) else 3)
+        # On an A100 three stages would spill, and so would the 128 registers that the assembler chooses by itself.
+        scan = Tile(16, 32, 4, 4) if pack == 2 else Tile(16, 64, 4, 4 if programs <= FEW else 3)
+        return scan, Tile(16, 128, 8, 2, registers=168) if is_ampere(q) else Tile(16, 128, 8, 3)
     keys = 64 if padded_dim <= 128 else 32
     return Tile(16, keys, 4, 3), Tile(16, keys, 8, 3)

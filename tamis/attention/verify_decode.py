@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.attention.decode import decode_attention, tile_attention
+from tamis.attention.decode import decode_attention, tile_attention, use_kernels
 from tamis.attention.spec import NSASpec
 from tamis.attention.verify import LIMIT, Check, relative_rmse
 
 TILE = 29  # queries of a tile that is checked
+MANY = 36  # sequences: their kernels have tiles of their own
 LONG = 5  # times n_sel blocks: here the selected branch no longer takes the form of short sequences alone
 
 
@@ -43,28 +44,47 @@ def verify_decode(
     got, _, reads = attend(*step, kernels=kernels)
     again = attend(*step, kernels=kernels)[0]
     want, _, expected_reads = attend(*_exact(step), kernels=False)
+    many = (x.repeat(MANY // len(positions), *[1] * (x.dim() - 1)) for x in (q, *kept, gates, positions))
+    of_many = attend(*many, spec, kernels=kernels)[0]
     return [
         Check("decode out", relative_rmse(got, want), LIMIT[dtype]),
+        Check("decode of many out", relative_rmse(of_many, want.repeat(MANY // len(positions), 1, 1)), LIMIT[dtype]),
         Check("decode reads differ", float((reads != expected_reads).sum()), 0.0),
         Check("decode bits differ", float((got != again).sum()), 0.0),
         *(
-            Check(name, _tile_error(normal, heads, groups, dim, spec, end, kernels), LIMIT[dtype])
-            for name, end in (("tile out", tokens), ("long tile out", LONG * spec.n_sel * spec.l_sel + 5))
+            Check(name, _tile_error(normal, heads, groups, dim, spec, end, on_device, kernels), LIMIT[dtype])
+            for name, end, on_device in (
+                ("tile out", tokens, False),
+                ("long tile out", LONG * spec.n_sel * spec.l_sel + 5, use_kernels(q, kernels)),
+            )
         ),
     ]
 
 
 def _tile_error(
-    normal: Callable[..., Tensor], heads: int, groups: int, dim: int, spec: NSASpec, end: int, kernels: bool | None
+    normal: Callable[..., Tensor],
+    heads: int,
+    groups: int,
+    dim: int,
+    spec: NSASpec,
+    end: int,
+    on_device: bool,
+    kernels: bool | None,
 ) -> float:
-    """Relative RMSE of the newest TILE queries of `end` tokens."""
+    """Relative RMSE of the newest TILE queries of `end` tokens; `on_device`: where kernels find their position."""
     start = max(1, end - TILE)
     first_key = max(0, start - spec.w + 1)
     caches = [normal(1, n, 2, groups, dim) for n in (spec.compressed_blocks(end), end, end - first_key)]
     q, gates = normal(1, end - start, heads, dim), torch.sigmoid(normal(1, end - start, heads, 3))
-    tile: tuple[Any, ...] = (q, *caches, gates, spec, start, first_key)
+    tile: tuple[Any, ...] = (q, *caches, gates, spec)
+    begin = start
+    if on_device:
+        from tamis.attention.start import DeviceStart  # here, because a machine without a GPU may lack Triton
+
+        begin = DeviceStart(start, torch.tensor([start], device=q.device))
     attend: Callable[..., Any] = tile_attention
-    return relative_rmse(attend(*tile, kernels=kernels)[0], attend(*_exact(tile), kernels=False)[0])
+    got = attend(*tile, begin, first_key, kernels=kernels)[0]
+    return relative_rmse(got, attend(*_exact(tile), start, first_key, kernels=False)[0])
 
 
 def _exact(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

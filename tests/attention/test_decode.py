@@ -16,7 +16,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention.decode import decode_attention, reads  # isort: skip
-from tamis.attention.decode_kernels import Splits, _tiles, decode, splits_for  # isort: skip
+from tamis.attention.decode_kernels import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify_decode import require_decode, verify_decode  # isort: skip
 
@@ -70,6 +70,20 @@ def test_any_group_size_and_head_dim_agrees(groups: int, heads: int, dim: int) -
     spec = SPECS[0]
     inputs = caches(spec, 1, 100, groups=groups, heads=heads, dim=dim)
     assert_agrees(inputs, torch.tensor([98], device=DEVICE), spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spec", "groups", "heads", "dim", "packed"),
+    [(SPECS[0], 2, 6, 16, 2), (SPECS[1], 4, 3, 64, 2), (SPECS[0], 2, 9, 16, 1), (SPECS[0], 3, 1, 24, 1)],
+)
+def test_many_sequences_agree_with_two_groups_to_a_scan_and_with_one(
+    spec: NSASpec, groups: int, heads: int, dim: int, packed: int, dtype: torch.dtype
+) -> None:
+    sequences = 32 // groups + 1
+    assert packed_groups(sequences, groups, heads, dim) == packed
+    inputs = caches(spec, sequences, 90, groups=groups, heads=heads, dim=dim, dtype=dtype)
+    assert_agrees(inputs, torch.arange(sequences, device=DEVICE) * 89 // (sequences - 1), spec)
 
 
 def test_a_cache_without_room_for_a_compressed_block_agrees() -> None:
@@ -152,7 +166,7 @@ def test_the_proof_on_a_device_passes_and_would_notice_a_wrong_kernel(monkeypatc
     failed = [
         check.name for check in verify_decode(DEVICE, torch.float32, 2, 1, 16, spec, kernels=True) if not check.passed
     ]
-    assert failed == ["decode out"]
+    assert failed == ["decode out", "decode of many out"]
 
 
 @pytest.mark.parametrize(("broken", "failed"), [("selected_union", "tile out"), ("selected_pairs", "long tile out")])
