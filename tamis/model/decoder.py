@@ -30,10 +30,15 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(model.dim, model.d_ff)
         self.with_statistics = model.attention == "nsa" and config.train.aux_stats
 
-    def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The block's output, and the statistics of its gates where they are wanted."""
-        attended, gates = self.attention(self.attention_norm(x_BSE))
-        return self._add(x_BSE, attended), gate_statistics(gates) if self.with_statistics else None
+    def forward(self, x_BSE: Tensor, branch_BSE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream and the branch still to be added to it, from block to block; and the gates' statistics.
+
+        The addition is left to the norm that follows, which reads the stream anyway.
+        """
+        x_BSE, normed = self.attention_norm.of_sum(x_BSE, branch_BSE)
+        attended, gates = self.attention(normed)
+        x_BSE, normed = self.feed_forward_norm.of_sum(x_BSE, attended)
+        return x_BSE, self.feed_forward(normed), gate_statistics(gates) if self.with_statistics else None
 
     def extend(self, x_BSE: Tensor, cache: Any, start: int) -> Tensor:
         return self._add(x_BSE, self.attention.extend(self.attention_norm(x_BSE), cache, start))
@@ -44,6 +49,18 @@ class Block(nn.Module):
     def _add(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class _NoBranch(torch.autograd.Function):
+    """Zeros that want a gradient, as every later branch does, lest the blocks be compiled twice; it is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> None:
+        return None
 
 
 class Decoder(nn.Module):
@@ -83,11 +100,12 @@ class Decoder(nn.Module):
         x, statistics = self.embedding(tokens_BS), []
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        branch: Tensor = _NoBranch.apply(x)  # type: ignore[no-untyped-call]
         for block in self.blocks:
-            x, of_block = self._run(block, x)
+            x, branch, of_block = self._run(block, x, branch)
             if of_block is not None:
                 statistics.append(of_block)
-        return self.norm(x), torch.stack(statistics) if statistics else None
+        return self.norm.of_sum(x, branch)[1], torch.stack(statistics) if statistics else None
 
     def compile_blocks(self) -> None:
         """Compile what all layers share, once: the first step comes much sooner than with the whole model compiled."""
@@ -124,10 +142,10 @@ class Decoder(nn.Module):
             raise ValueError(f"a cache of {max_len} tokens is longer than the {self.max_len} this model was built for")
         return Cache(self.config, batch, max_len, weight.dtype, weight.device)
 
-    def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run(self, block: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.config.runtime.gradient_checkpointing and self.training:
-            return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+            return checkpoint(block, x, branch, use_reentrant=False)
+        return block(x, branch)
 
     def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean cross-entropy in nats of every token but the first, given those before it; and the gate statistics."""

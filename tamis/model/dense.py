@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tamis.attention.decode import use_kernels
 from tamis.config import Config
 from tamis.model.cache import DenseCache
+from tamis.model.heads import split_heads
 from tamis.model.layers import Rotary
 
 
@@ -22,8 +23,8 @@ class DenseLayer(nn.Module):
         self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
 
     def forward(self, x_BSE: Tensor) -> tuple[Tensor, None]:
-        positions = torch.arange(x_BSE.shape[1], device=x_BSE.device)
-        q, k, v = self._rotated(self._heads(x_BSE), positions)
+        sizes, turned = [self.heads, self.groups, self.groups], [True, True, False]
+        q, k, v = split_heads(self._heads(x_BSE), self.rotary.cos, self.rotary.sin, sizes, turned)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(2)), None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tamis.model.heads import turn
+from tamis.model.norm import add_and_norm
 from tamis.model.swiglu import swiglu
 
 
@@ -20,6 +22,13 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # one launch, in float32 inside
         # In float32 whatever the compute dtype: the squares of bf16 activations lose too much.
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+    def of_sum(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + branch`, and its norm: on a GPU in one pass over memory."""
+        if x.is_cuda:
+            return add_and_norm(x, branch, self.weight, self.eps)
+        x = x + branch
+        return x, self(x)
 
 
 class Rotary(nn.Module):
@@ -36,9 +45,7 @@ class Rotary(nn.Module):
         self.sin: Tensor
 
     def forward(self, x_BSHD: Tensor, positions_S: Tensor) -> Tensor:
-        cos, sin = self.cos[positions_S, None], self.sin[positions_S, None]
-        first, second = x_BSHD.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+        return turn(x_BSHD, self.cos[positions_S], self.sin[positions_S])
 
 
 class SwiGLU(nn.Module):

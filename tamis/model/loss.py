@@ -39,8 +39,7 @@ def _linear_cross_entropy(
         total += _cross_entropy_(logits, target, vocab_size, needs_gradient).to(total.dtype)
         if needs_gradient:  # the logits are now softmax minus target, not yet divided by the row count
             torch.mm(logits, cast, out=d_hidden[start : start + rows])
-            product = _product(logits.T, part, d_weight.dtype)
-            d_weight = product if start == 0 else d_weight.add_(product)
+            _add_product_(d_weight, logits.T, part, is_first=start == 0)
     return total / hidden.shape[0], d_hidden, d_weight
 
 
@@ -74,11 +73,16 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, write_grad
     return loss
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums over many rows are kept wide: the weight's gradient is rounded once, not once per chunk."""
-    if a.is_cuda and a.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+def _add_product_(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """`total += a @ b`, at first without what `total` held. It is wide: rounded once, not once per chunk."""
+    beta = 0 if is_first else 1
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:  # no processor multiplies narrow numbers into wide ones
+        product = (a @ b).to(total.dtype)
+        total.copy_(product) if is_first else total.add_(product)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -93,7 +97,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
     d_hidden, d_weight = ctx.saved_tensors
     scale = d_loss / ctx.rows
-    return (d_hidden * scale).to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None
+    return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_keep)

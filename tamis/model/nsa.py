@@ -11,10 +11,11 @@ from tamis.attention.decode import decode_attention, tile_attention, use_kernels
 from tamis.config import Config
 from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
+from tamis.model.heads import split_heads
 from tamis.model.layers import Rotary
 
 WIDEST_COMPRESSED = 256  # bytes of a head: wider ones do not fit the kernel that compresses
-ALIGNED_ROW = 8  # numbers of two bytes in 16 bytes
+TURNED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
 
@@ -37,13 +38,22 @@ class NSALayer(nn.Module):
 
     def forward(self, x_BSE: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output, and its gates `[B,S,H,3]`."""
-        positions = torch.arange(x_BSE.shape[1], device=x_BSE.device)
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = self.projections(x_BSE)
-        gates = self.gates(x_BSE)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE)
+        gates = self.gates(logits.flatten(2))
         k_cmp, v_cmp = self.compress(k_cmp, v_cmp)
-        q, k_sel, k_win = (self.rotary(t, positions) for t in (q, k_sel, k_win))
         mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec)
         return self.out(mixed.flatten(2)), gates
+
+    def _parts(self, x_BSE: Tensor) -> list[Tensor]:
+        """Queries, keys and values as attention takes them, and the gates' logits as heads of their own, padded.
+
+        From one product: two would each read the tokens, and leave two gradients of them to add.
+        """
+        gate_heads = -(-self.gate.out_features // self.dim)
+        gate_weight = F.pad(self.gate.weight, (0, 0, 0, gate_heads * self.dim - self.gate.out_features))
+        heads = F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
+        sizes = [self.heads, *[self.groups] * 6, gate_heads]
+        return split_heads(heads, self.rotary.cos, self.rotary.sin, sizes, TURNED)
 
     def extend(self, x_BSE: Tensor, cache: NSACache, start: int) -> Tensor:
         """The output for tokens `start … start+S−1`, which join those the cache holds."""
@@ -124,15 +134,13 @@ class NSALayer(nn.Module):
     def _by_branch(self, heads_BSCD: Tensor) -> list[Tensor]:
         return list(heads_BSCD.split([self.heads] + [self.groups] * 6, dim=2))
 
-    def gates(self, x_BSE: Tensor) -> Tensor:
-        # Rows of 3·heads numbers are seldom 16 bytes aligned, and tensor cores are slow on others: padded, then cut.
-        padding = -self.gate.out_features % ALIGNED_ROW
-        weight, bias = F.pad(self.gate.weight, (0, 0, 0, padding)), F.pad(self.gate.bias, (0, padding))
-        logits = F.linear(x_BSE, weight, bias)[..., : self.gate.out_features].unflatten(-1, (self.heads, 3))
-        return torch.sigmoid(logits.float()).to(logits.dtype)
+    def gates(self, logits_BSN: Tensor) -> Tensor:
+        """`[B,S,H,3]` from their logits, which padding may follow."""
+        biased = logits_BSN[..., : self.gate.out_features].float() + self.gate.bias
+        return torch.sigmoid(biased).to(logits_BSN.dtype).unflatten(-1, (self.heads, 3))
 
     def _inference_gates(self, x_BSE: Tensor) -> Tensor:
-        """The same in fewer launches, which cost more here than rows that are not aligned."""
+        """Of tokens that join a cache: by a product of their own, whose weights lie together already."""
         return torch.sigmoid(self.gate(x_BSE)).unflatten(-1, (self.heads, 3))
 
     def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Stepper:
         self.parameters = list(self.named.values())
         self.optimizer = build_optimizer(model, config)
         self.scaler = loss_scaler(config, device)
-        self.keep_gradients = False  # True: gradients keep their buffers, as a CUDA graph needs
+        self.keep_gradients = False  # True: they stay for a CUDA graph, which writes the next ones over them
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
@@ -65,7 +65,8 @@ class Stepper:
             # The fused kernel reads this flag on the device and skips the update: no wait for the host.
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        if not self.keep_gradients:
+            self.optimizer.zero_grad()
         return norm
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class TrainStep:
         losses, gates = [], []
         for index, tokens in enumerate(micro_batches):
             with synchronised_only_if(index + 1 == len(micro_batches), self.model):
-                loss, of_gates = (self._graph or self._forward_backward)(tokens)
+                graph = self._graph
+                loss, of_gates = self._forward_backward(tokens) if graph is None else graph(tokens, index == 0)
             losses.append(loss)
             gates += [] if of_gates is None else [of_gates]
         own = step_numbers.own_part(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)

@@ -13,11 +13,14 @@ import torch
 
 from tests.attention.ahead_of_time import record_launches, resources
 
-ROWS, VOCAB, PADDED, WIDTH = 64, 50257, 50304, 2240
+ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 
 
 def launch_everything(dtype: torch.dtype) -> None:
+    from tamis.model.heads_kernel import join_heads_rows, split_heads_rows
     from tamis.model.loss_kernel import cross_entropy_rows_
+    from tamis.model.norm_kernel import add_and_norm_rows, add_and_norm_rows_backward
+    from tamis.model.nsa import TURNED
     from tamis.model.swiglu_kernel import swiglu_rows, swiglu_rows_backward
 
     logits, targets = torch.empty(ROWS, PADDED, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
@@ -25,6 +28,14 @@ def launch_everything(dtype: torch.dtype) -> None:
         cross_entropy_rows_(logits, targets, VOCAB, write_gradient)
     merged = torch.empty(ROWS, 2 * WIDTH, dtype=dtype)
     swiglu_rows_backward(swiglu_rows(merged), merged)
+    stream, weight = torch.empty(ROWS, DIM, dtype=dtype), torch.empty(DIM)
+    total, normed, inverse = add_and_norm_rows(stream, stream, weight, 1e-5)
+    for d_total in (None, total):
+        add_and_norm_rows_backward(d_total, normed, total, inverse, weight)
+    table = torch.empty(ROWS, 32)
+    for sizes, turned in (([12, 2, 2], [True, True, False]), ([12, *[2] * 6, 1], TURNED)):
+        heads = torch.empty(1, ROWS, sum(sizes), 64, dtype=dtype)
+        join_heads_rows(split_heads_rows(heads, table, table, sizes, turned), table, table, turned)
 
 
 def remember_everything(dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """The whole model: causal, honest about random tokens, never towards padding, and its dense twin on the same trunk."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,6 +157,19 @@ def test_the_first_step_starts_from_a_level_residual_stream() -> None:
     shallow, deep = (Decoder(tiny_config(f"model.n_layers={n}")) for n in (2, 16))
     tokens, sizes = random_tokens(4, TOKENS), []
     for model in (shallow, deep):
-        model.norm.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].pow(2).mean().sqrt().item()))
-        model(tokens)
+        with patch.object(model.norm, "of_sum", wraps=model.norm.of_sum) as last_norm:
+            model(tokens)
+        stream = sum(last_norm.call_args.args)
+        sizes.append(stream.pow(2).mean().sqrt().item())
     assert sizes[1] < 2 * sizes[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_layers_share_one_compiled_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(kind, "model.n_layers=3")
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    model.loss(random_tokens(2, TOKENS))[0].backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

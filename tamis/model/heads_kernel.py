@@ -1,0 +1,143 @@
+"""Triton: the heads of a merged projection cut into parts and turned by their positions, and the way back.
+
+A row is one head of one token; a part holds the rows of its heads alone. Every number is read once and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WARPS = 4
+ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # of a program; with 64, float16 spills
+
+
+def split_heads_rows(
+    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int], turned: Sequence[bool]
+) -> list[Tensor]:
+    B, S, _, D = merged_BSCD.shape
+    parts = [merged_BSCD.new_empty(B, S, size, D) for size in sizes]
+    _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, turned)
+    return parts
+
+
+def join_heads_rows(d_parts: Sequence[Tensor], cos: Tensor, sin: Tensor, turned: Sequence[bool]) -> Tensor:
+    """The gradient of what was split."""
+    B, S, _, D = d_parts[0].shape
+    d_merged = d_parts[0].new_empty(B, S, sum(part.shape[2] for part in d_parts), D)
+    _launch(_join_kernel, d_merged, [part.contiguous() for part in d_parts], cos, sin, turned)
+    return d_merged
+
+
+def _launch(
+    kernel: Any, merged_BSCD: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, turned: Sequence[bool]
+) -> None:
+    B, S, C, D = merged_BSCD.shape
+    rows, tile = B * S * C, ROWS[merged_BSCD.dtype]
+    kernel[(triton.cdiv(rows, tile),)](
+        merged_BSCD,
+        tuple(parts),
+        cos,
+        sin,
+        rows,
+        S,
+        SIZES=tuple(part.shape[2] for part in parts),
+        TURNED=tuple(turned),
+        HEADS=C,
+        HALF=D // 2,
+        WIDTH=triton.next_power_of_2(D // 2),
+        ROWS=tile,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _place(rows, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's rows: the first number, token and head of each, the columns of a half, and which of them exist."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    start = row.to(tl.int64) * (2 * HALF)  # 64 bits: rows × dim passes 2^31
+    return start, row // HEADS, row % HEADS, column, (row < rows) & (column < HALF)
+
+
+@triton.jit
+def _angles(  # type: ignore[no-untyped-def]
+    cos, sin, token, head, S, column, inside, SIZES: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr
+):
+    """Cosines and sines of each row; 1 and 0 for a head that is not turned."""
+    is_turned = head < 0
+    first = 0
+    for part in tl.static_range(len(SIZES)):
+        if TURNED[part]:
+            is_turned |= (head >= first) & (head < first + SIZES[part])
+        first += SIZES[part]
+    place = (token % S) * HALF + column
+    return (
+        tl.load(cos + place, mask=inside & is_turned, other=1.0),
+        tl.load(sin + place, mask=inside & is_turned, other=0.0),
+    )
+
+
+@triton.jit
+def _split_kernel(  # type: ignore[no-untyped-def]
+    merged,
+    parts,
+    cos,
+    sin,
+    rows,
+    S,
+    SIZES: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
+    a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
+    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, TURNED, HALF)
+    a, b = (a * c - b * s).to(merged.dtype.element_ty), (b * c + a * s).to(merged.dtype.element_ty)
+    first = 0
+    for part in tl.static_range(len(SIZES)):
+        mine = inside & (head >= first) & (head < first + SIZES[part])
+        target = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF) + column
+        tl.store(target, a, mask=mine)
+        tl.store(target + HALF, b, mask=mine)
+        first += SIZES[part]
+
+
+@triton.jit
+def _join_kernel(  # type: ignore[no-untyped-def]
+    merged,
+    parts,
+    cos,
+    sin,
+    rows,
+    S,
+    SIZES: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
+    a = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
+    b = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
+    first = 0
+    for part in tl.static_range(len(SIZES)):
+        mine = inside & (head >= first) & (head < first + SIZES[part])
+        source = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF) + column
+        a = tl.where(mine, tl.load(source, mask=mine, other=0.0), a)
+        b = tl.where(mine, tl.load(source + HALF, mask=mine, other=0.0), b)
+        first += SIZES[part]
+    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, TURNED, HALF)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    tl.store(merged + start + column, (a * c + b * s).to(merged.dtype.element_ty), mask=inside)
+    tl.store(merged + start + column + HALF, (b * c - a * s).to(merged.dtype.element_ty), mask=inside)
