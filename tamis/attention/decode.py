@@ -70,17 +70,19 @@ def decode_attention(
     positions_B: Tensor,
     spec: NSASpec,
     kernels: bool | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One query per sequence, at `positions_B`, over caches that already hold its own key and value.
 
-    Returns the mixed output `[B,H,D]`, the chosen blocks `[B,G,n]` and the keys read `[B,G]`. The window is a ring:
-    token `t` lies in slot `t % W`. The kernels cannot refuse a position: who counts the tokens sees that they fit.
+    Returns the mixed output `[B,H,D]`, the chosen blocks `[B,G,n]` and the keys read `[B,G]`, both written `into`
+    int32 tensors if they are given. The window is a ring: token `t` lies in slot `t % W`. The kernels cannot refuse a
+    position: who counts the tokens sees that they fit.
     """
     _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
     if use_kernels(q_BHD, kernels):
         from tamis.attention.decode_kernels import decode
 
-        return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec)
+        return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec, into=into)
     outs, chosen = [], []
     for b, position in enumerate(positions_B.tolist()):
         if not 0 <= position < selected_BT2GD.shape[1]:
@@ -97,7 +99,10 @@ def decode_attention(
         outs.append(out[:, 0])
         chosen.append(ids[:, 0])
     ids_BGn = torch.cat(chosen)
-    return torch.cat(outs), ids_BGn, reads(ids_BGn, positions_B, spec)
+    read_BG = reads(ids_BGn, positions_B, spec)
+    if into is not None:
+        ids_BGn, read_BG = into[0].copy_(ids_BGn), into[1].copy_(read_BG)
+    return torch.cat(outs), ids_BGn, read_BG
 
 
 def reads(ids_BGn: Tensor, positions_B: Tensor, spec: NSASpec) -> Tensor:

@@ -266,10 +266,11 @@ def decode(
     positions_B: Tensor,
     spec: NSASpec,
     splits: Splits | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixed output `[B,H,D]`, chosen blocks `[B,G,n]` and keys read `[B,G]` of one query for each cached sequence.
 
-    Token `t` of the window lies in slot `t % W`.
+    Token `t` of the window lies in slot `t % W`. `into`: contiguous tensors for the blocks and the keys read.
     """
     q_BHD, gates_BH3, positions_B = unit_last_stride(q_BHD), gates_BH3.contiguous(), positions_B.contiguous()
     B, H, D = q_BHD.shape
@@ -289,9 +290,9 @@ def decode(
         torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
         for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * row_length + beyond,))
     )
-    part_reads, arrived, reads, ids = (
-        torch.empty(*shape, dtype=torch.int32, device=q_BHD.device)
-        for shape in ((B, G, X), (B, G), (B, G), (B, G, spec.n_sel))
+    part_reads, arrived = (torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, X), (B, G)))
+    ids, reads = into or (
+        torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
     )
     out, logits = q_BHD.new_empty(q_BHD.shape), logits[lead:]
     shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype),

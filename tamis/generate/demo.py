@@ -19,7 +19,7 @@ from tamis.attention import NSASpec
 from tamis.attention.backend import describe
 from tamis.attention.decode import reads
 from tamis.config import Config, build_config, load_config
-from tamis.generate.graph import Stepper
+from tamis.generate.graph import Stepper, TileReader
 from tamis.generate.load import device_for, load_model, precision_for, to_inference
 from tamis.model import Decoder
 from tamis.model.cache import Cache, NSACache
@@ -82,20 +82,21 @@ def demo_64k(
 def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> Measured:
     """Read the prompt by tiles, then decode greedily."""
     name, place = model.config.model.attention, tokens_1S.device
-    warm_up_s = _warm_up(model, tokens_1S, tile, decode_tokens) if place.type == "cuda" else 0.0
     cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
+    read, step = TileReader(model, cache), Stepper(model, cache)
+    warm_up_s = _warm_up(read, step, tokens_1S, tile) if place.type == "cuda" else 0.0
     tiles_ms, hidden = [], torch.empty(0)
     for number, part in enumerate(tokens_1S.split(tile, dim=1), 1):
         started = _now(place)
-        hidden = model.extend(part, cache)[:, -1]
+        hidden = read(part)
         tiles_ms.append((_now(place) - started) * 1e3)
         print(f"{name}: tile {number}, {part.shape[1]} tokens: {tiles_ms[-1]:.1f} ms", flush=True)
     counted, formula = reads_of_prompt(model, cache)
-    stepper, steps_ms = Stepper(model, cache), []
+    steps_ms = []
     for _ in range(decode_tokens):
         token = model.logits(hidden).argmax(-1)
         started = _now(place)
-        hidden = stepper(token)
+        hidden = step(token)
         steps_ms.append((_now(place) - started) * 1e3)
     prefill_s = sum(tiles_ms) / 1e3
     return Measured(
@@ -104,7 +105,7 @@ def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) ->
         prefill_ms_by_tile=[round(ms, 3) for ms in tiles_ms],
         prefill_s=round(prefill_s, 4),
         prefill_tokens_per_s=round(tokens_1S.shape[1] / prefill_s, 1),
-        decode_ms=round(statistics.median(steps_ms[1:] or steps_ms), 4),  # the first step captures the graph
+        decode_ms=round(statistics.median(steps_ms), 4),
         reads_total=counted,
         reads_formula=formula,
         reads_last_step=reads_of_last_step(cache),
@@ -113,18 +114,16 @@ def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) ->
     )
 
 
-def _warm_up(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> float:
-    """Seconds of a whole prefill and a few steps that are not measured: kernels are compiled, or loaded, here."""
-    started = _now(tokens_1S.device)
-    cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
-    for part in tokens_1S.split(tile, dim=1):
-        model.extend(part, cache)
-    Stepper(model, cache)(tokens_1S[:, 0])
-    seconds = _now(tokens_1S.device) - started
-    print(f"{model.config.model.attention}: warmed up in {seconds:.2f} s, compiling included", flush=True)
-    del cache
-    torch.cuda.empty_cache()
+def _warm_up(read: TileReader, step: Stepper, tokens_1S: Tensor, tile: int) -> float:
+    """Seconds of a whole prefill and a step that are not measured: kernels are compiled, or loaded, graphs captured."""
     torch.cuda.reset_peak_memory_stats()
+    started = _now(tokens_1S.device)
+    for part in tokens_1S.split(tile, dim=1):
+        read(part)
+    step(tokens_1S[:, 0])
+    seconds = _now(tokens_1S.device) - started
+    read.cache.reset()
+    print(f"{read.model.config.model.attention}: warmed up in {seconds:.2f} s, compiling included", flush=True)
     return seconds
 
 

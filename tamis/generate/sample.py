@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tamis.data.tokenizer import Tokenizer
-from tamis.generate.graph import Stepper
+from tamis.generate.graph import Stepper, TileReader
 from tamis.model import Decoder
 from tamis.model.cache import Cache
 
@@ -100,7 +100,8 @@ def generate(
 def prefill(model: Decoder, prompt: list[int], cache: Cache, tile: int) -> Tensor:
     """Read a prompt into the cache of one sequence; the hidden state `[1,E]` that predicts the next token."""
     tokens = torch.tensor([prompt], device=model.embedding.weight.device)
-    hidden = [model.extend(part, cache)[:, -1] for part in tokens.split(tile, dim=1)]
+    read = TileReader(model, cache)
+    hidden = [read(part) for part in tokens.split(tile, dim=1)]
     return hidden[-1]
 
 

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
+from tamis.attention.decode import use_kernels
 from tamis.config import Config
+
+WIDEST_COMPRESSED = 256  # bytes of a head: wider ones do not fit the kernel that compresses
 
 
 class Ring:
@@ -62,6 +65,7 @@ class NSACache:
         nsa, model = config.nsa, config.model
         self.spec = NSASpec.of(nsa)
         self.max_blocks = self.spec.compressed_blocks(max_len)
+        self.compressed_by_kernels = nsa.phi == "mlp" and model.d_k * dtype.itemsize <= WIDEST_COMPRESSED
 
         def allocate(tokens: int) -> Tensor:
             return torch.zeros(batch, tokens, 2, model.n_kv_groups, model.d_k, dtype=dtype, device=device)
@@ -73,6 +77,10 @@ class NSACache:
         self.tail = Ring(allocate(nsa.l))
         self.chosen_BGn = torch.full((batch, model.n_kv_groups, nsa.n_sel), -1, dtype=torch.int32, device=device)
         self.reads_BG = torch.zeros(batch, model.n_kv_groups, dtype=torch.int32, device=device)  # by the last step
+
+    @property
+    def written_by_kernels(self) -> bool:
+        return self.compressed_by_kernels and use_kernels(self.selected_BT2GD)
 
     def write_block(self, new_B2GD: Tensor, positions_B: Tensor) -> None:
         """Keep the block that ends at each sequence's position, if one does."""
@@ -88,7 +96,7 @@ class NSACache:
         one, rows = copy.copy(self), slice(index, index + 1)
         one.selected_BT2GD, one.compressed_BN2GD = self.selected_BT2GD[rows], self.compressed_BN2GD[rows]
         one.window, one.tail = Ring(self.window.slots_BW2GD[rows]), Ring(self.tail.slots_BW2GD[rows])
-        one.chosen_BGn = self.chosen_BGn[rows]
+        one.chosen_BGn, one.reads_BG = self.chosen_BGn[rows], self.reads_BG[rows]
         return one
 
     def tensors(self) -> list[Tensor]:
@@ -156,6 +164,18 @@ class Cache:
                 f"sequences of lengths {self.lengths_B.tolist()} cannot be extended together: extend cache.row(i)"
             )
         return length
+
+    def tile_start(self, tokens: int) -> int:
+        """Where a tile of so many tokens begins: a DeviceStart where kernels read the prompt and the window is full.
+
+        Before that a tile's window has another length at every start.
+        """
+        start, layer = self.common_length(), self.layers[0]
+        if not (isinstance(layer, NSACache) and layer.written_by_kernels and start >= layer.spec.w):
+            return start
+        from tamis.attention.start import DeviceStart  # here, because a machine without a GPU may lack Triton
+
+        return DeviceStart(self.max_len - tokens, self.positions_B)
 
     def row(self, index: int) -> Cache:
         """A view of one sequence; what is written to it is written here."""

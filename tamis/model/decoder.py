@@ -115,8 +115,13 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def extend(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
         """Final hidden states `[B,S,E]` of a tile of tokens that join those the cache holds."""
-        start = cache.common_length()
+        start = cache.tile_start(tokens_BS.shape[1])
         cache.reserve(tokens_BS.shape[1])
+        return self.read_tile(tokens_BS, cache, start)
+
+    @torch.no_grad()
+    def read_tile(self, tokens_BS: Tensor, cache: Cache, start: int) -> Tensor:
+        """The same from `start` on, in room the caller reserved; with a DeviceStart it may be captured in a graph."""
         x = self.embedding(tokens_BS)
         for block, kept in zip(cast(list[Block], self.blocks), cache.layers, strict=True):
             x = block.extend(x, kept, start)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.start import DeviceStart, read_start, start_argument
 from tamis.attention.tiles import padded, precision
 from tamis.model.cache import DenseCache, NSACache
 from tamis.model.compress import LearnedCompression
@@ -34,14 +35,14 @@ def _rotate(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["S", "start", "before", "blocks", "rows"])
+@triton.jit(do_not_specialize=["S", "start", "blocks", "rows"])
 def _compress_kernel(
     heads, tail, compressed, positions, cos, sin, place_k, hidden_k, bias_k, out_k, out_bias_k,
-    place_v, hidden_v, bias_v, out_v, out_bias_v, S, start, before, blocks, rows, stride_tb, stride_cb,
+    place_v, hidden_v, bias_v, out_v, out_bias_v, S, start, blocks, rows, stride_tb, stride_cb,
     L: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A row is one group's block; `blocks` per sequence from `before` on, or the one that ends at its position."""
+    """A row is one group's block: of a tile the first that ends in it and `blocks` − 1 more, of a step one or none."""
     is_k = tl.program_id(1) == 0
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     alive = row < rows
@@ -52,9 +53,11 @@ def _compress_kernel(
         alive = alive & (first_token >= 0) & (first_token % STRIDE == 0)
         block = tl.where(alive, first_token // STRIDE, 0)
     else:
+        start = read_start(start)
         now = tl.full([BM], 0, tl.int32) + start
-        block = before + row // G % blocks
+        block = tl.maximum((start - L + STRIDE) // STRIDE, 0) + row // G % blocks
         first_token = block * STRIDE
+        alive = alive & (first_token + L <= start + S)
     place = tl.where(is_k, place_k, place_v)
     hidden = tl.where(is_k, hidden_k, hidden_v)
     column = tl.arange(0, DP)
@@ -108,7 +111,7 @@ def _keep_kernel(
     """One token. `heads` are queries, then (NSA) unrotated key and value, then key and value of each cached branch."""
     n = tl.program_id(0).to(tl.int64)
     sequence, s = n // S, (n % S).to(tl.int32)
-    position = tl.load(positions + sequence).to(tl.int32) if start is None else start + s
+    position = tl.load(positions + sequence).to(tl.int32) if start is None else read_start(start) + s
     heads += n * (C * D)
     half = tl.arange(0, HALF)[None, :]
     there = half < D // 2
@@ -150,6 +153,16 @@ def _keep_kernel(
         tl.store(to + D // 2, tl.load(at + D // 2, mask=raw, other=0.0), mask=raw)
 
 
+@triton.jit(do_not_specialize=["start", "older", "W"])
+def _unroll_kernel(ring, window, start, older, W, stride_rb, stride_wb, ROW: tl.constexpr, ROW_P2: tl.constexpr):
+    """One of the tokens before a tile, from the ring to its place before the tile's own."""
+    n, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, ROW_P2)
+    slot = (read_start(start) - older + n) % W
+    row = tl.load(ring + sequence * stride_rb + slot * ROW + column, mask=column < ROW)
+    tl.store(window + sequence * stride_wb + n * ROW + column, row, mask=column < ROW)
+
+
 def remember_tile(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
     """Write tokens from `start` on to the cache; their queries, a view of `heads`, and the window from its first key.
 
@@ -158,7 +171,12 @@ def remember_tile(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, start: i
     B, S, _, D = heads_BSCD.shape
     older = min(start, layer.spec.w - 1)
     window = torch.empty((B, older + S, 2, layer.groups, D), dtype=heads_BSCD.dtype, device=heads_BSCD.device)
-    window[:, :older] = cache.window.newest(older, start)
+    if older:
+        ring = cache.window.slots_BW2GD
+        _unroll_kernel[(older, B)](
+            ring, window, start_argument(start), older, ring.shape[1], ring.stride(0), window.stride(0),
+            ROW=2 * layer.groups * D, ROW_P2=triton.next_power_of_2(2 * layer.groups * D), num_warps=WARPS,
+        )  # fmt: skip
     _compress(layer, heads_BSCD, cache, start)
     _keep(layer, heads_BSCD, cache.selected_BT2GD, start, cache, window)
     return heads_BSCD[:, :, : layer.heads], window
@@ -181,13 +199,8 @@ def _compress(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, at: int | Te
     """Compress the blocks that end among the new tokens, whose heads are unrotated; the tail holds those before."""
     B, S, C, D = heads_BSCD.shape
     spec, G, DP = layer.spec, layer.groups, padded(D)
-    positions, start = (at, None) if isinstance(at, Tensor) else (None, at)
-    before, blocks = 0, 1
-    if start is not None:
-        before = spec.compressed_blocks(start)
-        blocks = spec.compressed_blocks(start + S) - before
-    if not blocks:
-        return
+    positions, start = _position(at)
+    blocks = 1 if start is None else triton.cdiv(S, spec.d)  # as many as may end in so many tokens
     matrices = [
         x.contiguous()
         for c in cast(tuple[LearnedCompression, ...], (layer.compress_k, layer.compress_v))
@@ -195,12 +208,19 @@ def _compress(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, at: int | Te
     ]
     _compress_kernel[(triton.cdiv(B * blocks * G, BLOCKS), 2)](
         heads_BSCD, cache.tail.slots_BW2GD, cache.compressed_BN2GD, positions, layer.rotary.cos, layer.rotary.sin,
-        *matrices, S, start, before, blocks, B * blocks * G,
+        *matrices, S, start, blocks, B * blocks * G,
         cache.tail.slots_BW2GD.stride(0), cache.compressed_BN2GD.stride(0),
         L=spec.l, STRIDE=spec.d, C=C, H=layer.heads, G=G, D=D, DP=DP, HALF=max(16, DP // 2),
         PRECISION=precision(heads_BSCD.dtype), BM=BLOCKS, BK=max(16, MATRIX_BYTES // (DP * heads_BSCD.itemsize)),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
+
+
+def _position(at: int | Tensor) -> tuple[Tensor | None, int | Tensor | None]:
+    """Each sequence's position, of a step, or the start of a tile; the other is None."""
+    if isinstance(at, Tensor):
+        return at, None
+    return None, at.where if isinstance(at, DeviceStart) else at
 
 
 def _keep(
@@ -214,7 +234,7 @@ def _keep(
     """Rotate queries and keys, and write to the cache of all tokens and, of NSA, to the rings and the tile's window."""
     B, S, C, D = heads_BSCD.shape
     G, H = layer.groups, layer.heads
-    positions, start = (at, None) if isinstance(at, Tensor) else (None, at)
+    positions, start = _position(at)
     ring, tail = (cache.window.slots_BW2GD, cache.tail.slots_BW2GD) if cache else (kept_BT2GD, kept_BT2GD)
     older = 0 if window_BT2GD is None else window_BT2GD.shape[1] - S
     _keep_kernel[(B * S,)](

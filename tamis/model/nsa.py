@@ -7,14 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention import NSASpec, nsa_attention
-from tamis.attention.decode import decode_attention, tile_attention, use_kernels
+from tamis.attention.decode import decode_attention, tile_attention
 from tamis.config import Config
 from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
 from tamis.model.heads import split_heads
 from tamis.model.layers import Rotary
 
-WIDEST_COMPRESSED = 256  # bytes of a head: wider ones do not fit the kernel that compresses
 TURNED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
@@ -71,14 +70,14 @@ class NSALayer(nn.Module):
         """The output for one token of each sequence, at its own position; nothing here waits for the host."""
         q = self._remember_step(self._heads(x_BE[:, None]), cache, positions_B)
         kept = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
-        mixed, cache.chosen_BGn, cache.reads_BG = decode_attention(
-            q, *kept, self._inference_gates(x_BE), positions_B, self.spec
+        mixed, _, _ = decode_attention(
+            q, *kept, self._inference_gates(x_BE), positions_B, self.spec, into=(cache.chosen_BGn, cache.reads_BG)
         )
         return self.out(mixed.flatten(1))
 
     def _remember_tile(self, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
         """Write tokens from `start` on to the cache; their queries, and the window from their first key on."""
-        if self._kernels_remember(heads_BSCD):
+        if cache.written_by_kernels:
             from tamis.model.memory_kernels import remember_tile
 
             return remember_tile(self, heads_BSCD, cache, start)
@@ -98,7 +97,7 @@ class NSALayer(nn.Module):
 
     def _remember_step(self, heads_B1CD: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
         """Write one token of each sequence to the cache; their queries."""
-        if self._kernels_remember(heads_B1CD):
+        if cache.written_by_kernels:
             from tamis.model.memory_kernels import remember_step
 
             return remember_step(self, heads_B1CD, cache, positions_B)
@@ -111,10 +110,6 @@ class NSALayer(nn.Module):
         cache.write_one(selected, positions_B)
         cache.window.write_one(window, positions_B)
         return q
-
-    def _kernels_remember(self, heads: Tensor) -> bool:
-        fits = heads.shape[-1] * heads.element_size() <= WIDEST_COMPRESSED
-        return fits and isinstance(self.compress_k, LearnedCompression) and use_kernels(heads)
 
     def _rotated(self, heads_BSCD: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, and keys with values `[B,S,2,G,D]`: unrotated for compression, rotated for selection and window."""

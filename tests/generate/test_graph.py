@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tamis.generate.graph import Stepper
+from tamis.generate.graph import Stepper, TileReader
 from tamis.generate.load import to_inference
 from tests.generate.test_sample import small_model
 
@@ -24,6 +24,23 @@ def test_steps_after_a_prompt_give_the_hidden_states_of_one_pass(attention: str,
     got = torch.stack([stepper(column).clone() for column in tokens[:, 37:].unbind(1)], dim=1)
     torch.testing.assert_close(got, expected[:, 37:], rtol=1e-3, atol=1e-4)
     assert cache.positions_B.tolist() == cache.lengths_B.tolist() == [70, 70]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_prompt_read_by_tiles_gives_the_hidden_states_of_one_pass(attention: str, device: str) -> None:
+    model = small_model(attention)
+    to_inference(model, torch.device(device), torch.float32)
+    tokens = torch.randint(0, 257, (1, 70), generator=torch.Generator().manual_seed(0)).to(device)
+    expected, cache = model(tokens)[0], model.new_cache(1)
+    read = TileReader(model, cache)
+    for _ in range(2):  # the second time every later tile is replayed
+        cache.reset()
+        ends = [15, 26, 37, 48, 59, 70]
+        for start, end in zip([0, *ends], ends, strict=False):
+            torch.testing.assert_close(read(tokens[:, start:end]), expected[:, end - 1], rtol=1e-3, atol=1e-4)
+        assert cache.positions_B.tolist() == cache.lengths_B.tolist() == [70]
+    assert (read.graph is not None) == (device == "cuda" and attention == "nsa")
 
 
 def test_a_full_cache_stops_the_stepper_before_anything_is_written() -> None:

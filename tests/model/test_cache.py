@@ -53,7 +53,7 @@ def step_by(model: Decoder, tokens: torch.Tensor, cache) -> torch.Tensor:
 
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whatever the device."""
-    for module in ("attention.decode", "model.nsa", "model.dense"):
+    for module in ("attention.decode", "model.cache", "model.dense"):
         monkeypatch.setattr(f"tamis.{module}.use_kernels", lambda q, kernels=None: True)
 
 
@@ -205,7 +205,7 @@ def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
         ({"w": 100, "n_kv_groups": 1, "l": 12, "d": 3, "l_sel": 6}, [19, 2, 18]),
         ({"l": 1, "d": 1, "l_sel": 1, "n_sel": 3, "w": 1, "d_k": 6}, [3, 13]),
         ({"l": 4, "d": 4, "n_kv_groups": 4, "d_k": 20}, [30]),
-        ({"phi": "avg"}, [21]),
+        ({"phi": "avg"}, [21, 8]),
     ],
 )
 def test_the_kernels_leave_the_memory_that_plain_pytorch_leaves(
@@ -226,3 +226,25 @@ def test_the_kernels_leave_the_memory_that_plain_pytorch_leaves(
         assert_same_memory(kernels, plain)
     else:
         torch.testing.assert_close(kernels.layers[0].kept_BT2GD, plain.layers[0].kept_BT2GD, **CLOSE)
+
+
+@pytest.mark.parametrize("through", ["plain", "kernels"])
+def test_tiles_and_steps_write_to_the_tensors_the_cache_was_made_with(
+    through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph writes where the tensors lay when it was captured: none may be put in another's place."""
+    model, tokens = model_of(small_config(n_layers=1)).to(DEVICE), random_tokens(count=20).to(DEVICE)
+    if through == "kernels":
+        through_kernels(monkeypatch)
+    cache = model.new_cache()
+    layer = cache.layers[0]
+
+    def tensors() -> list[torch.Tensor]:
+        return [*layer.tensors(), layer.chosen_BGn, layer.reads_BG, cache.positions_B]
+
+    before = tensors()
+    model.extend(tokens[:, :18], cache)
+    step_by(model, tokens[:, 18:], cache)
+    assert all(one is other for one, other in zip(before, tensors(), strict=True))
+    assert int(layer.reads_BG.min()) > 0
+    assert int(layer.chosen_BGn.max()) == 2

@@ -12,6 +12,7 @@ import triton
 from triton import knobs
 
 from tamis.attention.decode import kernel_tile
+from tamis.attention.start import DeviceStart
 from tamis.config import load_config
 from tamis.model.cache import NSACache
 from tamis.model.layers import Rotary
@@ -35,10 +36,10 @@ def main() -> None:
     capacity = TILE * TILES + SPARE
     layer = NSALayer(config, Rotary(config.model.d_k, 1e4, 1.0, capacity)).to(torch.bfloat16).requires_grad_(False)
     cache = NSACache(config, 1, capacity, torch.bfloat16, torch.device("cpu"))
-    anew = []
+    anew, where = [], torch.zeros(1, dtype=torch.int64)
     for start in range(0, TILE * TILES, TILE):
         before = set(seen)
-        read_tile(layer, cache, start)
+        read_tile(layer, cache, DeviceStart(capacity - TILE, where) if start else 0)
         anew.append(sorted(name for name, _ in seen - before))
     print(json.dumps(anew))
 
