@@ -185,9 +185,12 @@ class Cache:
         return one
 
     def reset(self) -> None:
-        """Forget every token; whatever the tensors still hold is never read before it is written again."""
+        """Forget every token. Kernels may load rows beyond the newest, with no weight: they must be finite."""
         self.lengths_B.zero_()
         self.positions_B.zero_()
+        for layer in self.layers:
+            for tensor in layer.tensors():
+                tensor.zero_()
 
     @property
     def bytes(self) -> int:

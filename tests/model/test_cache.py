@@ -169,6 +169,19 @@ def test_a_reset_cache_remembers_nothing() -> None:
     torch.testing.assert_close(extend_by(model, tokens, cache, [40, 35]), first, **CLOSE)
 
 
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_reset_cache_recovers_from_numbers_that_are_none(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(small_config(n_layers=1, attention=attention)).to(DEVICE)
+    tokens = random_tokens(count=41).to(DEVICE)
+    expected, cache = model(tokens)[0], model.new_cache()
+    for tensor in cache.layers[0].tensors():
+        tensor.fill_(float("nan"))
+    cache.reset()
+    through_kernels(monkeypatch)
+    got = torch.cat((extend_by(model, tokens[:, :39], cache, [14, 25]), step_by(model, tokens[:, 39:], cache)), dim=1)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
 def test_memory_is_counted_from_the_tensors_held() -> None:
     model = model_of(small_config())
     per_token = 2 * 2 * 8 * 4  # key and value, two groups, eight dims, four bytes
