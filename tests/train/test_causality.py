@@ -27,9 +27,9 @@ def test_an_honest_model_passes_and_the_log_says_so(config, attention, tmp_path,
 def test_a_model_that_sees_the_next_token_fails(config, tmp_path, monkeypatch, capsys) -> None:
     honest = Block.forward
 
-    def peeks(self, x):
-        out, gates = honest(self, x)
-        return out + 1e-3 * x.roll(-1, dims=1), gates
+    def peeks(self, x, branch):
+        out, *rest = honest(self, x, branch)
+        return out + 1e-3 * x.roll(-1, dims=1), *rest
 
     monkeypatch.setattr(Block, "forward", peeks)
     assert causality(config, reports=tmp_path) == 1
