@@ -110,7 +110,7 @@ def backward_items(
     if tl.load(list_items + list_id) == 1:
         add_key_gradients(
             dk, dv, in_block, block, group, first_segment + segment_group // G, dk_sum, dv_sum, dk_out, dv_out,
-            per_sequence, tokens, dk_scale, G, L_SEL, D, D, BD,
+            per_sequence, tokens, dk_scale, G, L_SEL, D, BD,
         )  # fmt: skip
     else:
         row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
@@ -121,8 +121,8 @@ def backward_items(
 
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_halves(
-    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale, dk_scale,
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -130,17 +130,18 @@ def backward_halves(
 ):  # fmt: skip
     """The same, with the first and the last half of a head's elements apart; D is a power of two.
 
-    Gradients of keys and values are summed transposed, so that p and ds reach shared memory as they are.
+    Gradients of keys and values are summed transposed, so that p and ds reach shared memory as they are. Every item
+    writes them as partial sums: adding here would take registers that the loop needs.
     """
     item = tl.program_id(0)
     sub = tl.program_id(1)
     count = tl.load(item_count + item)
     if count == 0:
         return
-    start, list_id, sequence, first_token, group, block, segment_group = place_of_item(
+    start, _, sequence, first_token, group, block, segment_group = place_of_item(
         item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
-    in_block, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
+    _, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
     key64 = key.to(tl.int64)
     HALF: tl.constexpr = D // 2
     k_lo = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, HALF, HALF)
@@ -161,11 +162,11 @@ def backward_halves(
         pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
-    for tile in range(tl.cdiv(count, ROWS // R)):
-        pair = tl.maximum(next_pair, 0)
+    tiles = tl.cdiv(count, ROWS // R)
+    for tile in range(tiles):
         live = next_pair >= 0
+        in_segment = (tl.maximum(next_pair, 0) // N).to(OFFSET)
         next_pair = pairs_of_tile(pairs, tile + 1, start, count, -1, R, ROWS)
-        in_segment = (pair // N).to(OFFSET)
         q_lo = load_rows(q, in_segment * q_s + head * q_h, live, HALF, HALF)
         q_hi = load_rows(q + HALF, in_segment * q_s + head * q_h, live, HALF, HALF)
         do_lo = load_rows(dout, in_segment * o_s + head * o_h, live, HALF, HALF)
@@ -180,58 +181,43 @@ def backward_halves(
             again = pairs_of_tile(pairs, tile, start, count, 0, R, ROWS) // N  # rare, so not carried in registers
             p = _without_later_keys(p, first_token + again, block, sub, L_SEL, BN)
         weighted = (p * row_gate[:, None]).to(do_lo.dtype)
-        dv_lo = tl.dot(tl.trans(do_lo), weighted, dv_lo, input_precision=PRECISION)
-        dv_hi = tl.dot(tl.trans(do_hi), weighted, dv_hi, input_precision=PRECISION)
         ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_lo.dtype)
-        row = pair.to(OFFSET) * (SUB * R) + head
-        dk_lo = tl.dot(tl.trans(q_lo), ds, dk_lo, input_precision=PRECISION)
-        dk_hi = tl.dot(tl.trans(q_hi), ds, dk_hi, input_precision=PRECISION)
-        dq_lo = tl.dot(ds, k_lo, input_precision=PRECISION)
-        store_rows(part_dq, row * D, dq_lo, live, HALF, HALF)
-        dq_hi = tl.dot(ds, k_hi, input_precision=PRECISION)
-        store_rows(part_dq + HALF, row * D, dq_hi, live, HALF, HALF)
-    dk_lo = tl.trans(dk_lo)
-    dk_hi = tl.trans(dk_hi)
-    dv_lo = tl.trans(dv_lo)
-    dv_hi = tl.trans(dv_hi)
-    only_item = tl.load(list_items + list_id) == 1
+        # Always so, but the compiler does not know it. What is in an `if` comes after the reads of the next tile and
+        # hides them; else they would come last, and the next round would begin by waiting for them.
+        if tile < tiles:
+            dv_lo = tl.dot(tl.trans(do_lo), weighted, dv_lo, input_precision=PRECISION)
+            dv_hi = tl.dot(tl.trans(do_hi), weighted, dv_hi, input_precision=PRECISION)
+            dk_lo = tl.dot(tl.trans(q_lo), ds, dk_lo, input_precision=PRECISION)
+            dk_hi = tl.dot(tl.trans(q_hi), ds, dk_hi, input_precision=PRECISION)
+            pair = pairs_of_tile(pairs, tile, start, count, -1, R, ROWS)
+            row = tl.maximum(pair, 0).to(OFFSET) * (SUB * R) + head
+            dq_lo = tl.dot(ds, k_lo, input_precision=PRECISION)
+            store_rows(part_dq, row * D, dq_lo, pair >= 0, HALF, HALF)
+            dq_hi = tl.dot(ds, k_hi, input_precision=PRECISION)
+            store_rows(part_dq + HALF, row * D, dq_hi, pair >= 0, HALF, HALF)
     row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
     every_key = tl.full((BN,), True, tl.int1)
-    if only_item:
-        index = first_segment + segment_group // G
-        add_key_gradients(
-            dk_lo, dv_lo, in_block, block, group, index, dk_sum, dv_sum, dk_out, dv_out,
-            per_sequence, tokens, dk_scale, G, L_SEL, D, HALF, HALF,
-        )  # fmt: skip
-        add_key_gradients(
-            dk_hi, dv_hi, in_block, block, group, index, dk_sum + HALF, dv_sum + HALF, dk_out + HALF, dv_out + HALF,
-            per_sequence, tokens, dk_scale, G, L_SEL, D, HALF, HALF,
-        )  # fmt: skip
-    else:
-        store_rows(part_dk, row * D, dk_lo, every_key, HALF, HALF)
-        store_rows(part_dk + HALF, row * D, dk_hi, every_key, HALF, HALF)
-        store_rows(part_dv, row * D, dv_lo, every_key, HALF, HALF)
-        store_rows(part_dv + HALF, row * D, dv_hi, every_key, HALF, HALF)
+    store_rows(part_dk, row * D, tl.trans(dk_lo), every_key, HALF, HALF)
+    store_rows(part_dk + HALF, row * D, tl.trans(dk_hi), every_key, HALF, HALF)
+    store_rows(part_dv, row * D, tl.trans(dv_lo), every_key, HALF, HALF)
+    store_rows(part_dv + HALF, row * D, tl.trans(dv_hi), every_key, HALF, HALF)
 
 
 @triton.jit
 def add_key_gradients(
     dk_acc, dv_acc, in_block, block, group, segment_index, dk_sum, dv_sum, dk, dv, per_sequence, tokens, scale,
-    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr,
+    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add a whole list's gradients onto what earlier segments of the sequence gave; round with the last segment.
-
-    WIDTH of a head's D elements are here, the first ones; BW is WIDTH as the kernel holds it.
-    """
+    """Add a whole list's gradients onto what earlier segments of the sequence gave; round with the last segment."""
     sequence = (segment_index // per_sequence).to(tl.int64)
     part = segment_index % per_sequence
     last = part == per_sequence - 1
     key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    dk_acc += load_rows(dk_sum, target, live & (part > 0), WIDTH, BW).to(tl.float32)
-    dv_acc += load_rows(dv_sum, target, live & (part > 0), WIDTH, BW).to(tl.float32)
-    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), WIDTH, BW)
-    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), WIDTH, BW)
-    store_rows(dk, target, dk_acc * scale, live & last, WIDTH, BW)
-    store_rows(dv, target, dv_acc, live & last, WIDTH, BW)
+    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
+    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
+    store_rows(dk, target, dk_acc * scale, live & last, D, BD)
+    store_rows(dv, target, dv_acc, live & last, D, BD)

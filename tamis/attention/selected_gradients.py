@@ -54,7 +54,6 @@ def backward(
     parts, groups = sizes["SUB"], layout.groups
     halves = takes_halves(q_BSHD, sizes["R"]) if halves is None else halves
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
-    sweep = backward_halves if halves else backward_items
     device = q_BSHD.device
     dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
     dv = torch.empty_like(dk)
@@ -66,14 +65,18 @@ def backward(
     part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = dim**-0.5
-    statistics = gather_statistics(lse_BHS, delta_BHS, gates_BSH)
+    inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()
+    strides = [stride for x in (q_BSHD, k_BSGD, v_BSGD, dout_BSHD) for stride in x.stride()[:3]]
+    parts_of_sums = part_dq, part_dkv[0], part_dkv[1]
     for lists in chunks_of_pairs(ids_BSGn, layout):
-        sweep[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BSGD, v_BSGD, dout_BSHD, statistics, lse_BHS.numel(), part_dq, part_dkv[0], part_dkv[1],
-            dk_sum, dv_sum, dk, dv, lists.list_items, *item_arguments(lists, layout), scale * LOG2E, scale,
-            *q_BSHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], *dout_BSHD.stride()[:3],
-            **sizes, **settings,
-        )  # fmt: skip
+        grid, work = (layout.items_per_chunk, parts), item_arguments(lists, layout)
+        if halves:
+            backward_halves[grid](*inputs, *parts_of_sums, *work, scale * LOG2E, *strides, **sizes, **settings)
+        else:
+            backward_items[grid](
+                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, *work, scale * LOG2E, scale,
+                *strides, **sizes, **settings,
+            )  # fmt: skip
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
@@ -82,7 +85,7 @@ def backward(
         _merge_key_gradients[(layout.lists_per_chunk, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
             layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
-            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16,
+            G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
 
@@ -112,14 +115,14 @@ def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
     first_segment, per_sequence, segments, blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the items of the lists that have several, or none; a list of one item was finished by the item itself."""
+    """Add up the items of every list; but for ALL a list of one item was finished by the item itself."""
     list_id = tl.program_id(0)
     segment_group = list_id // blocks
     index = first_segment + segment_group // G
     items = tl.load(list_items + list_id)
-    if (index >= segments) | (items == 1):
+    if (index >= segments) | ((items == 1) & (not ALL)):
         return
     in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     first = tl.load(list_first + list_id).to(tl.int64)
@@ -132,5 +135,5 @@ def _merge_key_gradients(
         dv_acc += load_rows(part_dv, row * D, always, D, BD)
     add_key_gradients(
         dk_acc, dv_acc, in_block, list_id % blocks, segment_group % G, index, dk_sum, dv_sum, dk, dv,
-        per_sequence, tokens, scale, G, L_SEL, D, D, BD,
+        per_sequence, tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
+SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 WORD = 32  # tokens per word of marks
 CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
@@ -44,14 +45,25 @@ class Layout:
     segments_per_chunk: int
 
     @classmethod
-    def of(cls, ids_BSGn: Tensor, spec: NSASpec, chunks: int, chunk: int | None = None, start: int = 0) -> Layout:
-        """At most about `chunks` chunks, or chunks of about `chunk` tokens."""
+    def of(
+        cls,
+        ids_BSGn: Tensor,
+        spec: NSASpec,
+        chunks: int,
+        chunk: int | None = None,
+        start: int = 0,
+        segment: int | None = None,
+    ) -> Layout:
+        """At most about `chunks` chunks, or chunks of about `chunk` tokens; of segments of at most about `segment`, or
+        longer ones where lists would be too short."""
         batch, tokens, groups, slots = ids_BSGn.shape
+        blocks = spec.selection_blocks(start + tokens)
         chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
-        parts = -(-tokens // chunk)
+        longest = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
+        parts = -(-tokens // longest)
         segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
         segments_per_chunk = min(max(1, chunk // segment), batch * parts)
-        return cls(batch, tokens, groups, spec.selection_blocks(start + tokens), slots, segment, segments_per_chunk)
+        return cls(batch, tokens, groups, blocks, slots, segment, segments_per_chunk)
 
     @property
     def segments_per_sequence(self) -> int:

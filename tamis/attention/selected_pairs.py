@@ -35,6 +35,7 @@ from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
+AT_HAND = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
 
 
 def forward(
@@ -46,13 +47,20 @@ def forward(
     rest_of: tuple[Tensor, Tensor, Unions] | None = None,
     chunk: int | None = None,
     start: int = 0,
+    at_hand: int = AT_HAND,
+    early: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over."""
+    """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
+
+    `early` forces the next tile's queries to be read before the softmax of the one at hand, or after it.
+    """
     batch, tokens, heads, dim = q_BSHD.shape
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, start)
+    bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
+    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, start, segment=max(1, at_hand // bytes_per_token))
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = launch_settings("forward", q_BSHD, sizes["R"])
+    early = settings["num_stages"] == 2 if early is None else early  # with more, reads are under way long enough
     if rest_of is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
         lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
@@ -68,7 +76,7 @@ def forward(
         _forward_items[(layout.items_per_chunk, parts)](
             q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), start_argument(start), scale,
             *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
-            **sizes, **settings,
+            EARLY=early, **sizes, **settings,
         )  # fmt: skip
         _merge_outputs[merge_grid](
             part_out, part_lse, ids_BSGn, unions.counts if unions else ids_BSGn, out, lse, lists.first_segment,
@@ -85,7 +93,7 @@ def _forward_items(
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item: softmax over one block's keys alone, for every token of the item; `scale` includes log2(e)."""
     item = tl.program_id(0)
@@ -116,25 +124,48 @@ def _forward_items(
     )
     always = tl.full((ROWS,), True, tl.int1)
     next_pair = pairs_of_tile(pairs, 0, first_pair, count, 0, R, ROWS)
-    for tile in range(tl.cdiv(count, ROWS // R)):
+    tiles = tl.cdiv(count, ROWS // R)
+    for tile in range(tiles):
         pair = next_pair
         next_pair = pairs_of_tile(pairs, tile + 1, first_pair, count, 0, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
-        position = first_position + pair // N
         q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if tile < masked_tiles:
-            s = tl.where(last_key[None, :] <= position[:, None], s, -float("inf"))
-        top = tl.max(s, 1) * scale
-        top = tl.where(top == -float("inf"), 0.0, top)
-        p = tl.exp2(s * scale - top[:, None])
-        total = tl.sum(p, 1)
-        o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-        o = o * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-        live = rows_of_tile(tile, count, R, ROWS)
-        row = pair.to(OFFSET) * (SUB * R) + head
-        store_rows(part_out, row * D, o, live, D, BD)
-        tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
+        if EARLY:
+            # Always so, but the compiler does not know it. What is in an `if` comes after the reads of the next tile
+            # and hides them; else they would come last, and the next round would begin by waiting for them.
+            if tile < tiles:
+                pair = pairs_of_tile(pairs, tile, first_pair, count, 0, R, ROWS)  # a carried one would be waited for
+                _store_softmax(
+                    s, v_tile, part_out, part_lse, pair, tile, count, tile < masked_tiles, first_position, last_key,
+                    head, scale, R, N, SUB, D, BD, PRECISION, OFFSET, ROWS,
+                )  # fmt: skip
+        else:
+            _store_softmax(
+                s, v_tile, part_out, part_lse, pair, tile, count, tile < masked_tiles, first_position, last_key,
+                head, scale, R, N, SUB, D, BD, PRECISION, OFFSET, ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_softmax(
+    s, v_tile, part_out, part_lse, pair, tile, count, masked, first_position, last_key, head, scale,
+    R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """From a tile's scores to its partial outputs and their log-sum-exps (base 2)."""
+    if masked:
+        s = tl.where(last_key[None, :] <= (first_position + pair // N)[:, None], s, -float("inf"))
+    top = tl.max(s, 1) * scale
+    top = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp2(s * scale - top[:, None])
+    total = tl.sum(p, 1)
+    o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+    o = o * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    live = rows_of_tile(tile, count, R, ROWS)
+    row = pair.to(OFFSET) * (SUB * R) + head
+    store_rows(part_out, row * D, o, live, D, BD, ONCE=True)
+    tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
@@ -168,7 +199,8 @@ def _merge_outputs(
     for index in tl.range(0, N * SUB, loop_unroll_factor=8):  # the reads of eight parts are under way together
         exists = index < used * SUB
         weight = tl.exp2(tl.load(part_lse + first_part + index * R, mask=exists, other=-float("inf")) - top)
-        acc += load_rows(part_out, (first_part + index * R) * D, exists, D, BD).to(tl.float32) * weight[:, None]
+        part_rows = load_rows(part_out, (first_part + index * R) * D, exists, D, BD, ONCE=True)
+        acc += part_rows.to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     store_rows(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453

@@ -30,26 +30,25 @@ class Launch:
     registers: int | None = None  # most a thread may take, so that more programs share a multiprocessor
 
 
-# kernel → head dim up to 64, up to 128; "short" is the union of short sequences. Measured on an H200. Of these kernels
-# one spills: the short union at dim 128 (32 bytes), which is faster for all that.
+# kernel → head dim up to 64, up to 128; "copied" is the union whose keys the tensor memory accelerator copies. Measured
+# on an H200. At dim 128 the copied union and the halves spill (24 and 16 bytes), and are faster for all that.
 HOPPER = {
-    "short": (Launch(128, 8, 3, registers=128), Launch(256, 8, 3)),
     "union": (Launch(128, 8, 3, registers=128), Launch(128, 8, 3)),
+    "copied": (Launch(128, 8, 3), Launch(256, 8, 3)),
     "forward": (Launch(128, 4, 3, registers=168), Launch(64, 4, 2)),
     "backward": (Launch(64, 4, 3), Launch(64, 8, 3)),
     "halves": (Launch(64, 4, 2), Launch(64, 4, 2)),
 }
 # For A100, chosen from compiled code alone: the largest tiles that do not spill there.
 AMPERE = {
-    "short": (Launch(128, 8, 3), Launch(128, 8, 3)),
     "union": (Launch(128, 8, 3), Launch(128, 8, 3)),
     "forward": (Launch(64, 4, 3), Launch(64, 4, 3)),
     "backward": (Launch(32, 4, 3), Launch(32, 8, 2)),
 }
 # Correct rather than fast: float32 multiplies on the ordinary cores, and head dims above 128 fill the registers.
 SLOW = {
-    "short": (Launch(32, 4, 1), Launch(32, 4, 1)),
     "union": (Launch(32, 4, 1), Launch(32, 4, 1)),
+    "copied": (Launch(32, 4, 1), Launch(32, 4, 1)),
     "forward": (Launch(32, 8, 1), Launch(32, 8, 1)),
     "backward": (Launch(32, 8, 1), Launch(16, 8, 1)),
     "halves": (Launch(32, 8, 1), Launch(16, 8, 1)),
@@ -66,27 +65,29 @@ def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[s
     return settings | ({"maxnreg": launch.registers} if launch.registers else {})
 
 
-def fills_tiles(heads_per_group: int) -> bool:
-    """Whether a group's heads fill a tile of rows. Others need more registers: they keep to the smaller kernels."""
-    return 64 % heads_per_group == 0
-
-
 def takes_halves(q_BSHD: Tensor, heads_per_group: int) -> bool:
-    """Whether the backward sweep holds a head's elements in two halves: where that was measured to be faster."""
-    half_precision = q_BSHD.dtype != torch.float32
-    return q_BSHD.shape[-1] == 128 and half_precision and fills_tiles(heads_per_group) and not is_ampere(q_BSHD)
+    """Whether the backward sweep holds a head's elements in two halves: where that was measured to be faster.
+
+    Groups whose heads do not fill a tile of rows need more registers, and keep to the other kernel.
+    """
+    half_precision, fills_tiles = q_BSHD.dtype != torch.float32, 64 % heads_per_group == 0
+    return q_BSHD.shape[-1] == 128 and half_precision and fills_tiles and not is_ampere(q_BSHD)
 
 
 @triton.jit
-def load_rows(base, offset, live, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of D elements at `offset`; zeros where not live, and in the padding of D."""
+def load_rows(base, offset, live, D: tl.constexpr, BD: tl.constexpr, ONCE: tl.constexpr = False):
+    """Rows of D elements at `offset`; zeros where not live, and in the padding of D. Read ONCE they leave L2 first."""
     column = tl.arange(0, BD)
     mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
-    return tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0)
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    return tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0, eviction_policy=policy)
 
 
 @triton.jit
-def store_rows(base, offset, value, live, D: tl.constexpr, BD: tl.constexpr):
+def store_rows(base, offset, value, live, D: tl.constexpr, BD: tl.constexpr, ONCE: tl.constexpr = False):
+    """Those to be read ONCE, and much later, leave L2 first."""
     column = tl.arange(0, BD)
     mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
-    tl.store(base + offset[:, None] + column[None, :], value.to(base.dtype.element_ty), mask=mask)
+    modifier: tl.constexpr = ".cs" if ONCE else ""
+    target = base + offset[:, None] + column[None, :]
+    tl.store(target, value.to(base.dtype.element_ty), mask=mask, cache_modifier=modifier)

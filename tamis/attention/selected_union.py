@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.selected_rows import fills_tiles, key_tiles, launch_settings, load_rows, store_rows
+from tamis.attention.banded_tiles import described_keys
+from tamis.attention.selected_rows import key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
 from tamis.attention.start import read_start, start_argument
-from tamis.attention.tiles import LOG2E, padded, precision
+from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision
 
-SHORT = 2  # times n_sel blocks: in sequences this short every tile sees nearly all blocks, and larger tiles read less
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
 
@@ -54,18 +54,20 @@ def forward(
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
-    short = spec.selection_blocks(start + tokens) <= SHORT * spec.n_sel and fills_tiles(heads_per_group)
-    settings = launch_settings("short" if short else "union", q_BSHD, heads_per_group)
+    keys, parts = key_tiles(spec)
+    # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
+    copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
+    settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
-    keys, parts = key_tiles(spec)
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
-        q_BSHD, k_BTGD, v_BTGD, unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
+        q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
+        unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
         *unions.blocks.shape[2:], dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
-        PRECISION=precision(q_BSHD.dtype), **settings,
+        PRECISION=precision(q_BSHD.dtype), COPIED=copied, **settings,
     )  # fmt: skip
     return out, lse, unions
 
@@ -152,7 +154,8 @@ def _forward_tiles(
     q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, start, tiles, capacity, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Running softmax over the union of a tile. `scale` includes log2(e). The longest tiles start first."""
     sequence_groups = tl.num_programs(0) // tiles
@@ -172,8 +175,9 @@ def _forward_tiles(
     token64 = token.to(tl.int64)
     head = group * R + row % R
     q_tile = load_rows(q, sequence * q_b + token64 * q_s + head * q_h, live, D, BD)
-    k += sequence * k_b + group * k_g
-    v += sequence * v_b + group * v_g
+    if not COPIED:
+        k += sequence * k_b + group * k_g
+        v += sequence * v_b + group * v_g
     keys, position = tokens, token
     if start is not None:
         start = read_start(start)
@@ -195,8 +199,13 @@ def _forward_tiles(
         key_live = key < keys
         if L_SEL % BN != 0:
             key_live = key_live & (in_block < L_SEL)
-        k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
-        v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
+        if COPIED:
+            first = block * L_SEL + (step % SUB) * BN
+            k_tile = tl.reshape(k.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
+            v_tile = tl.reshape(v.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
+        else:
+            k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
+            v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if (step >= whole * SUB) | (L_SEL % BN != 0):
             s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))

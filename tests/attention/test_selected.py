@@ -26,6 +26,9 @@ from tamis.attention.selected_rows import takes_halves  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
+# One key takes nearly all weight, and dP − delta nearly cancels: delta from an output rounded to bfloat16, all else
+# exact, is 6.6e-3 off in dq and 6.3e-3 in dk.
+SLACK_OF_LARGE_LOGITS = 2.0
 
 
 def union_of_every_tile(*inputs):  # type: ignore[no-untyped-def]
@@ -89,9 +92,14 @@ def backward_of_pairs(q, k, v, ids, lse, dout, gates, delta, branch, dq, spec, *
     return selected_gradients.backward(q, k, v, ids, lse, dout, gates[..., branch], delta, dq, spec, False, **options)
 
 
-def assert_agrees(measured: list[Tensor], expected: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+def assert_agrees(
+    measured: list[Tensor], expected: list[Tensor], dtype: torch.dtype = torch.float32, slack: float = 1.0
+) -> None:
+    """The gradients to `slack` times the limit."""
     for name, mine, truth in zip(("out", "dq", "dk", "dv"), measured, expected, strict=True):
-        assert relative_rmse(mine, truth) < LIMIT[dtype], name
+        limit = LIMIT[dtype] * (1.0 if name == "out" else slack)
+        error = relative_rmse(mine, truth)
+        assert error < limit, f"{name}: {error:.2e}, at most {limit:.0e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,6 +129,64 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
     assert_agrees(case.measured(FORMS["pairs"], backward_of_pairs, chunk=32), case.expected())
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("heads", [1, 6, 16])
+def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs(heads: int, early: bool) -> None:
+    case = Case(tokens=90, heads=heads, batch=2)
+    out, lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, at_hand=1, early=early)
+    other, other_lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
+    assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
+    assert torch.equal(out, other) and torch.equal(lse, other_lse)
+
+
+def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
+    def layout(tokens: int, segment: int | None, chunk: int | None = None) -> Layout:
+        ids = torch.empty(1, tokens, 2, 16, dtype=torch.int32, device="meta")
+        return Layout.of(ids, NSASpec(), 4, chunk, segment=segment)
+
+    assert layout(8192, None).segment == 8192 and layout(8192, 3072).segment == 2752
+    assert layout(65536, None).segment == 16384 and layout(65536, 3072).segment == 4096  # 1,024 lists, of 64 on average
+    assert layout(65536, 3072).segments_per_chunk == 4 and layout(65536, 1 << 20).segment == 16384
+    assert layout(65536, 3072, chunk=1024).segment == 1024
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a union are copied by the tensor memory accelerator; the interpreter copies any shape."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no tensor memory accelerator")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(selected_union, "copies_tiles", lambda heads, *tensors: True)
+
+
+@pytest.mark.parametrize("form", ["union", "mixed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tokens": 75, "heads": 16, "batch": 2, "groups": 2},
+        {"tokens": 75, "heads": 1},
+        {"tokens": 90, "heads": 4, "spec": NSASpec(8, 4, 24, 3, 24)},
+        {"tokens": 170, "heads": 2, "spec": NSASpec(8, 4, 80, 3, 24)},
+        {"tokens": 7, "heads": 8},
+    ],
+    ids=lambda shape: "-".join(f"{k}{v.l_sel if k == 'spec' else v}" for k, v in shape.items()),
+)
+def test_a_union_of_copied_keys_agrees_with_the_reference(copied, form, shape) -> None:  # type: ignore[no-untyped-def]
+    dtype, dim = (torch.bfloat16, 128) if DEVICE == "cuda" else (torch.float32, 32)
+    case = Case(**shape, dtype=dtype, dim=dim)
+    out, _ = FORMS[form](case.q, case.k, case.v, case.ids, case.spec)
+    assert relative_rmse(out, case.expected()[0]) < LIMIT[dtype]
+
+
+def test_keys_of_a_longer_cache_are_not_copied(copied) -> None:  # type: ignore[no-untyped-def]
+    """A copy would bring what was never written there, and no weight of 0 makes a NaN vanish."""
+    dtype, dim = (torch.bfloat16, 128) if DEVICE == "cuda" else (torch.float32, 32)
+    case = Case(tokens=20, heads=4, dtype=dtype, dim=dim)
+    longer = [torch.cat([x, torch.full_like(x, float("nan"))], dim=1) for x in (case.k, case.v)]
+    out, _, _ = selected_union.forward(case.q, *longer, case.ids, case.spec)
+    assert relative_rmse(out, case.expected()[0]) < LIMIT[dtype]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "chunk"),
@@ -140,7 +206,8 @@ def test_gradients_in_halves_agree_with_the_reference(shape, chunk, dtype) -> No
     case = Case(**shape, dim=32, dtype=dtype)
     if case.spec is SMALL and dtype is torch.float32:
         case.ids[:, 3:5] = -1  # rows that see nothing
-    assert_agrees(case.measured(FORMS["pairs"], in_halves), case.expected(), dtype)
+    slack = SLACK_OF_LARGE_LOGITS if "scale" in shape and dtype is not torch.float32 else 1.0
+    assert_agrees(case.measured(FORMS["pairs"], in_halves), case.expected(), dtype, slack)
 
 
 def test_halves_are_taken_where_they_were_measured() -> None:
@@ -247,7 +314,7 @@ def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
 
 
 # Kernel and rows of its tile → bytes. Both serve head dim 128 and were faster on an H200 than what spills nothing.
-MOST_SPILLED = {("backward_halves", 64): 136, ("_forward_tiles", 256): 32}
+MOST_SPILLED = {("backward_halves", 64): 16, ("_forward_tiles", 256): 24}
 
 COMPILE = """
 import json, sys, torch
@@ -270,7 +337,7 @@ def may_spill(name: str) -> int:
     return MOST_SPILLED.get((name.split()[0], int(rows[1]) if rows else 0), MOST_STACK)
 
 
-@pytest.mark.parametrize(("arch", "shared_memory", "kinds"), [(80, 163 << 10, 6), (90, 227 << 10, 7)])
+@pytest.mark.parametrize(("arch", "shared_memory", "kinds"), [(80, 163 << 10, 6), (90, 227 << 10, 6)])
 def test_the_kernels_of_short_and_long_sequences_compile_fit_and_do_not_spill(arch, shared_memory, kinds) -> None:  # type: ignore[no-untyped-def]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
