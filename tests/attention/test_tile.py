@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
 from tamis.attention import NSASpec, op
 from tamis.attention.decode import Caches, kernel_tile, reference_tile, tile_attention
+from tamis.attention.start import DeviceStart
 
 __all__ = ["poisoned_memory"]
 
@@ -100,6 +101,23 @@ def test_a_tile_is_scored_and_listed_in_chunks_like_a_whole_sequence(poisoned_me
     monkeypatch.setattr("tamis.attention.selected_union.WORTHWHILE", 0.5)  # no union is short enough
     for got, want in zip(by_tiles(inputs, spec, [41]), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS[:3])
+def test_a_position_on_the_device_gives_what_its_number_gives(spec: NSASpec) -> None:
+    """Over caches with room to spare: they are handed over whole, since only the device knows where the tile ends."""
+    start, end, room = 60, 99, 140
+    inputs = inputs_of(spec, room)
+    views, first_key = caches_at(inputs, spec, start, end)
+    q, gates = inputs[0][:, start:end], inputs[-1][:, start:end]
+    expected, wanted = kernel_tile(q, views, gates, spec, start, first_key)
+    latest = room - (end - start)
+    compressed, selected = (torch.stack(inputs[i : i + 2], dim=2) for i in (1, 3))
+    where = DeviceStart(latest, torch.tensor([start], device=DEVICE))
+    relative = latest - (start - first_key)  # the window's keys begin as far before the tile as they did
+    out, ids = kernel_tile(q, (compressed, selected, views[2]), gates, spec, where, relative)
+    assert torch.equal(ids, wanted)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_large_logits_stay_finite_and_right(poisoned_memory) -> None:  # type: ignore[no-untyped-def]
