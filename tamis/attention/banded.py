@@ -3,8 +3,8 @@
 Key `n` ends at position `n·STRIDE + L − 1` and is visible from there on, and with a window only to the `W` tokens that
 follow: the compressed branch is (L=l, STRIDE=d, no window), the window branch (L=1, STRIDE=1, W=w).
 
-Here the kernels with queries outside, forward and dq; `banded_keys` has dk and dv. Keys are walked in tiles that every
-row sees whole (no mask), then the few at the edges.
+Here the kernels with queries outside, forward and dq; `banded_keys` has dk and dv. Keys are walked in one loop; the few
+tiles at the edges, which not every row sees whole, are masked under a branch.
 
 The first query stands at position `start`, for a tile of a sequence whose keys are cached. A kernel that gets None for
 it is compiled without it: training pays nothing.
@@ -21,41 +21,31 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention import banded_keys
-from tamis.attention.banded_tiles import described_keys, key_tiles, load_keys, load_rows, rows_from, visible
+from tamis.attention.banded_tiles import described_keys, key_tiles, load_keys, load_rows, place, rows_from, visible
+from tamis.attention.bands import Band, Rows
 from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 
 @triton.jit
-def _softmax_step(
-    q, k, v, b, g, first, N, token, m, total, acc, scale, stride_kn, stride_vn,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, MASKED, COPIED)
-    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-    if MASKED:
-        s = tl.where(visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W), s, float("-inf"))
+def _softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - m_safe[:, None])
     shrink = tl.exp2(m - m_safe)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, MASKED, COPIED)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return m_new, total * shrink + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G", "start"])
+@triton.jit(do_not_specialize=["S", "N", "G", "start"])
 def _forward_kernel(
     q, k, v, out, lse,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    B, S, N, G, start, scale,
+    S, N, G, start, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TAIL: tl.constexpr, COPIED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.cdiv(S * R, BM) - 1 - tl.program_id(0) // (B * G)  # the last tokens see the most keys: longest first
-    bg = tl.program_id(0) % (B * G)
-    sequence, g = bg // G, bg % G
+    tile, sequence, g = place(tl.cdiv(S * R, BM), G)
     b = sequence.to(tl.int64)
     t0, away, r, alive = rows_from(tile * BM, S, R, BM)
     token = tl.minimum(t0 + away, S - 1)
@@ -70,27 +60,19 @@ def _forward_kernel(
     if start is not None:
         start = read_start(start)
         t_first, t_last, position = t_first + start, t_last + start, position + start
-    begin, tiles, whole_first, whole_end, count = key_tiles(t_first, t_last, L, STRIDE, W, BN, TAIL, COPIED)
+    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    for j in range(whole_first, whole_end):
-        m, total, acc = _softmax_step(
-            q_tile, k, v, sequence, g, begin + j * BN, N, position, m, total, acc, scale, stride_kn, stride_vn,
-            L, STRIDE, W, D, DP, BN, PRECISION, COPIED, False,
-        )  # fmt: skip
-    for e in range(tiles - (whole_end - whole_first)):
-        j = tl.where(e < whole_first, e, e + whole_end - whole_first)
-        m, total, acc = _softmax_step(
-            q_tile, k, v, sequence, g, begin + j * BN, N, position, m, total, acc, scale, stride_kn, stride_vn,
-            L, STRIDE, W, D, DP, BN, PRECISION, COPIED, True,
-        )  # fmt: skip
-    if TAIL > 0:
-        for first in range(tiles * BN, count, TAIL):
-            m, total, acc = _softmax_step(
-                q_tile, k, v, sequence, g, begin + first, N, position, m, total, acc, scale, stride_kn, stride_vn,
-                L, STRIDE, W, D, DP, TAIL, PRECISION, COPIED, True,
-            )  # fmt: skip
+    for j in range(tiles):
+        first = begin + j * BN
+        k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
+        v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if (j < whole_first) | (j >= whole_end):
+            seen = visible(position[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+            s = tl.where(seen, s, float("-inf"))
+        m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -103,124 +85,134 @@ def _forward_kernel(
 
 
 @triton.jit
-def _dq_step(
-    q, dout, k, v, b, g, first, N, token, lse2, gate, delta, dq, scale, stride_kn, stride_vn,
+def _add_dq(
+    q, dout, dq, k, v, lse, gate, delta, sequence, g, first_row, row, alive, t_first, t_last, token,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, MASKED, COPIED)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, MASKED, COPIED)
-    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-    dp = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION)
-    p = tl.exp2(s * scale - lse2[:, None])
-    if MASKED:
-        p = tl.where(visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W), p, 0.0)
-    ds = p * (dp * gate[:, None] - delta[:, None])
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    """What one branch adds to the gradient of a tile of queries, not yet times the softmax's scale."""
+    lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
+    delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
+    gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
+    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
+    if not COPIED:
+        k += sequence.to(tl.int64) * stride_kb + g * stride_kg
+        v += sequence.to(tl.int64) * stride_vb + g * stride_vg
+    for j in range(tiles):
+        first = begin + j * BN
+        k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
+        v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION)
+        p = tl.exp2(s * scale - lse2[:, None])
+        if (j < whole_first) | (j >= whole_end):
+            seen = visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+            p = tl.where(seen, p, 0.0)
+        ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G"])
+@triton.jit(do_not_specialize=["S", "G", "N", "N2"])
 def _dq_kernel(
-    q, k, v, lse, dout, gate, delta, dq,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    stride_ob, stride_os, stride_oh, B, S, N, G, softmax_scale, scale,
+    q, dout, dq, k, v, lse, gate, delta, k2, v2, lse2, gate2, delta2,
+    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N,
+    stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2,
+    S, G, softmax_scale, scale,
     ACCUMULATE: tl.constexpr,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    L2: tl.constexpr, STRIDE2: tl.constexpr, W2: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.cdiv(S * R, BM) - 1 - tl.program_id(0) // (B * G)
-    bg = tl.program_id(0) % (B * G)
-    sequence, g = bg // G, bg % G
+    """dq of one branch, or of two (`k2` is not None): queries and gradients are read once, and dq is rounded once."""
+    tile, sequence, g = place(tl.cdiv(S * R, BM), G)
     b = sequence.to(tl.int64)
     t0, away, r, alive = rows_from(tile * BM, S, R, BM)
     token, head = tl.minimum(t0 + away, S - 1), g * R + r
     q_tile = load_rows(q + b * stride_qb, t0, away, head, alive, stride_qs, stride_qh, D, DP, True)
     dout_tile = load_rows(dout + b * stride_ob, t0, away, head, alive, stride_os, stride_oh, D, DP, True)
-    scalar = (b * G * R + head) * S + token
-    lse2 = tl.load(lse + scalar, mask=alive, other=float("inf")) * 1.4426950408889634
-    delta_row = tl.load(delta + scalar, mask=alive, other=0.0)
-    row = (b * S + token) * (G * R) + head
-    gate_row = tl.load(gate + scalar, mask=alive, other=0.0)
-    if not COPIED:
-        k += b * stride_kb + g * stride_kg
-        v += b * stride_vb + g * stride_vg
-
+    first_row, row = (b * G + g) * R * S + t0, r * S + away
+    row_of_dq = (b * S + token) * (G * R) + head
     t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
-    begin, tiles, whole_first, whole_end, _ = key_tiles(t_first, t_last, L, STRIDE, W, BN, 0, COPIED)
     acc = tl.zeros([BM, DP], tl.float32)
-    for j in range(whole_first, whole_end):
-        acc = _dq_step(
-            q_tile, dout_tile, k, v, sequence, g, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale,
-            stride_kn, stride_vn, L, STRIDE, W, D, DP, BN, PRECISION, COPIED, False,
-        )  # fmt: skip
-    for e in range(tiles - (whole_end - whole_first)):
-        j = tl.where(e < whole_first, e, e + whole_end - whole_first)
-        acc = _dq_step(
-            q_tile, dout_tile, k, v, sequence, g, begin + j * BN, N, token, lse2, gate_row, delta_row, acc, scale,
-            stride_kn, stride_vn, L, STRIDE, W, D, DP, BN, PRECISION, COPIED, True,
+    acc = _add_dq(
+        q_tile, dout_tile, acc, k, v, lse, gate, delta, sequence, g, first_row, row, alive,
+        t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
+        L, STRIDE, W, D, DP, BN, PRECISION, COPIED,
+    )  # fmt: skip
+    if k2 is not None:
+        acc = _add_dq(
+            q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, sequence, g, first_row, row, alive,
+            t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
+            L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED,
         )  # fmt: skip
 
     column = tl.arange(0, DP)
     mask = alive[:, None] & (column < D)[None, :]
-    address = dq + row[:, None] * D + column[None, :]
+    address = dq + row_of_dq[:, None] * D + column[None, :]
     acc *= softmax_scale
     if ACCUMULATE:
         acc += tl.load(address, mask=mask, other=0.0).to(tl.float32)
     tl.store(address, acc.to(dq.dtype.element_ty), mask=mask)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, length: int, stride: int, window: int, start: int = 0
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, band: Band, start: int = 0) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and natural log-sum-exp `[B,H,S]`; 0 and −inf for a row that sees no key.
 
     The first query stands at position `start`, counted from the first key.
     """
-    q, k, v = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v)
+    q = unit_last_stride(q)
     B, S, H, D = q.shape
-    N, G = k.shape[1], k.shape[2]
-    copied = copies_tiles(H // G, k, v)
+    N, G = band.k.shape[1:3]
+    R, copied = H // G, copies_tiles(H // G, band.k, band.v)
     tile = tile_for("forward", q, copied)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    _forward_kernel[(triton.cdiv(S * (H // G), tile.rows) * B * G,)](
-        q, *(described_keys(x, tile.keys, copied) for x in (k, v)), out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], B, S, N, G, start_argument(start), D**-0.5 * LOG2E,
-        L=length, STRIDE=stride, W=window, R=H // G, D=D, DP=padded(D), PRECISION=precision(q.dtype),
-        BM=tile.rows, BN=tile.keys, TAIL=tile.tail if window and not copied else 0, COPIED=copied, **tile.options,
+    _forward_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
+        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse,
+        *q.stride()[:3], *band.strides, S, N, G, start_argument(start), D**-0.5 * LOG2E,
+        L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
+        BM=tile.rows, BN=tile.keys, COPIED=copied, **tile.options,
     )  # fmt: skip
     return out, lse
 
 
-def backward(
+def query_gradient(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
     dout: Tensor,
-    gate: Tensor,
-    delta: Tensor,
     dq: Tensor,
-    accumulate_dq: bool,
-    length: int,
-    stride: int,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """(dk, dv); `dq` is written, or added to. `dout` is the mixed output's gradient, not yet times this branch's gate.
-
-    `lse`, `gate` and `delta = gate·<dout, out>` are `[B,H,S]` float32: half-precision numbers one by one cannot be read
-    ahead, and would stall every step.
-    """
-    q, k, v, dout = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), unit_last_stride(dout)
+    accumulate: bool,
+    first: tuple[Band, Rows],
+    second: tuple[Band, Rows] | None = None,
+) -> None:
+    """Write `dq` of one branch or two, or add to it. `dout` is the mixed output's gradient, not yet times any gate."""
+    q, dout = unit_last_stride(q), unit_last_stride(dout)
     B, S, H, D = q.shape
-    N, G = k.shape[1], k.shape[2]
+    branches = [first] if second is None else [first, second]
+    G = first[0].k.shape[2]
     R, scale = H // G, D**-0.5
-    copied = copies_tiles(R, k, v)
+    copied = all(copies_tiles(R, band.k, band.v) for band, _ in branches)
     tile = tile_for("dq", q, copied)
+    tensors: list[object] = []
+    numbers: list[int | None] = []
+    for band, rows in branches:
+        tensors += [*(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), rows.lse, rows.gate, rows.delta]
+        numbers += [*band.strides, band.k.shape[1]]
+    if second is None:
+        tensors, numbers = tensors + [None] * 5, numbers + [None] * 7
+    one, two = branches[0][0], branches[-1][0]
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
-        q, *(described_keys(x, tile.keys, copied) for x in (k, v)), lse, dout, gate, delta, dq,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], B, S, N, G, scale, scale * LOG2E,
-        ACCUMULATE=accumulate_dq, L=length, STRIDE=stride, W=window, R=R, D=D, DP=padded(D),
+        q, dout, dq, *tensors, *q.stride()[:3], *dout.stride()[:3], *numbers, S, G, scale, scale * LOG2E,
+        ACCUMULATE=accumulate, L=one.length, STRIDE=one.stride, W=one.window,
+        L2=two.length, STRIDE2=two.stride, W2=two.window, R=R, D=D, DP=padded(D),
         PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, COPIED=copied, **tile.options,
     )  # fmt: skip
-    return banded_keys.gradients(q, k, v, lse, dout, gate, delta, length, stride, window)
+
+
+def backward(q: Tensor, band: Band, rows: Rows, dout: Tensor, dq: Tensor, accumulate_dq: bool) -> tuple[Tensor, Tensor]:
+    """(dk, dv) of one branch; `dq` is written, or added to."""
+    query_gradient(q, dout, dq, accumulate_dq, (band, rows))
+    return banded_keys.gradients(q, band, rows, dout)

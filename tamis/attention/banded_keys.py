@@ -1,11 +1,11 @@
 """Triton: gradients of the keys and values of `banded`: keys outside, the rows that see them inside.
 
 Two kernels. One reads rows through pointers and takes any group. Where a tile of rows is whole tokens, the other has
-them copied by the tensor memory accelerator; freed of addresses it holds twice the keys, and its scores are
-[keys, rows], so that p and ds go from registers into the products.
+them copied by the tensor memory accelerator; freed of addresses its scores are [keys, rows], so that p and ds go from
+registers into the products, and one loop masks tiles of rows under a branch.
 
 Few keys and many rows (the compressed branch): the rows are split over programs, and the partial sums are added in a
-fixed order. Shapes as in `banded`.
+fixed order. Copied rows are shared where it pays: programs that run together walk the same ones. Shapes as in `banded`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,20 +18,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.banded_tiles import load_keys, load_rows, rows_from, visible
+from tamis.attention.bands import Band, Rows
 from tamis.attention.row_statistics import gather_statistics
-from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for
+from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
 LEAST_COPY = 16  # bytes of a row that the accelerator copies
+# From so many keys on, copied: larger tiles of keys, and twice the programs, which walk the same rows together.
+MANY_KEYS = 1024
 
 
 @triton.jit
-def _split(
-    first, last, split, S, SPLITS,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """First token that sees keys first…last; tiles of rows from there: those of this split, and which see all keys."""
+def _row_tiles(
+    first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+):
+    """First token that sees keys first…last; tiles of rows from there, and which of them see all keys."""
     t_begin, t_end = first * STRIDE + L - 1, S
     t_whole, t_whole_end = last * STRIDE + L - 1, S
     if W > 0:
@@ -40,7 +42,25 @@ def _split(
     tiles = tl.cdiv((t_end - t_begin) * R, BM)
     whole_first = tl.minimum(tl.cdiv((t_whole - t_begin) * R, BM), tiles)
     whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
-    return t_begin, tiles * split // SPLITS, tiles * (split + 1) // SPLITS, whole_first, whole_end
+    return t_begin, tiles, whole_first, whole_end
+
+
+@triton.jit
+def _split(tiles, split, SPLITS):
+    """A split's first tile of rows, and the one after its last."""
+    return tiles * split // SPLITS, tiles * (split + 1) // SPLITS
+
+
+@triton.jit
+def _shared_split(
+    tiles, split, SPLITS, first, S, L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+):
+    """The same where a split takes the same rows for every tile of keys, as far as they see key `first`."""
+    begin, end = _split(tl.cdiv((S - L + 1) * R, BM), split, SPLITS)
+    before = first * STRIDE * R // BM
+    begin = tl.minimum(tl.maximum(begin - before, 0), tiles)
+    end = tl.minimum(tl.maximum(end - before, 0), tiles)
+    return begin, tl.where(split == SPLITS - 1, tiles, end)
 
 
 @triton.jit
@@ -91,15 +111,16 @@ def _dkv_kernel(
     last = tl.minimum(first + BN, N) - 1
     k += b * stride_kb + g * stride_kg
     v += b * stride_vb + g * stride_vg
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, True, False)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, True, False)
+    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
     q += b * stride_qb + g * R * stride_qh
     dout += b * stride_ob + g * R * stride_oh
     lse += (b * G + g) * R * S
     delta += (b * G + g) * R * S
     gate += (b * G + g) * R * S
 
-    t_begin, mine, mine_end, whole_first, whole_end = _split(first, last, split, S, SPLITS, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    mine, mine_end = _split(tiles, split, SPLITS)
     key = first + tl.arange(0, BN)
     dk = tl.zeros([DP, BN], tl.float32)
     dv = tl.zeros([DP, BN], tl.float32)
@@ -129,9 +150,9 @@ def _dkv_kernel(
 
 @triton.jit
 def _copied_step(
-    k, v, q, dout, statistics, at, head, t0, S, key, dk, dv, scale,
+    k, v, q, dout, statistics, at, head, t0, S, key, masked, dk, dv, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     q_tile = tl.reshape(q.load([at, head, 0]), [BM, DP])
     dout_tile = tl.reshape(dout.load([at, head, 0]), [BM, DP])
@@ -140,7 +161,7 @@ def _copied_step(
     delta_row = tl.reshape(statistics.load([1, at, head]), [BM])
     s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
     p = tl.exp2(s * scale - lse2[None, :])
-    if MASKED:
+    if masked:
         token = t0 + tl.arange(0, BM)[None, :] // R
         p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
     # dv before dp: one tile of scores fewer in registers.
@@ -156,37 +177,48 @@ def _dkv_copied_kernel(
     q, k, v, dout, statistics, dk_out, dv_out,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """As `_dkv_kernel`; q and dout are descriptors of [B·S,H,D], statistics of [3,B·S,H]: lse (base 2), delta, gate."""
+    """As `_dkv_kernel`; q and dout are descriptors of [B·S,H,D], statistics of [3,B·S,H]: lse (base 2), delta, gate.
+
+    With a window, and without one if TOGETHER, programs that run at once walk the same rows at the same time: they read
+    them from the L2 cache.
+    """
     TOKENS: tl.constexpr = BM // R
-    bg = tl.program_id(0) % (B * G)
-    split = tl.program_id(0) // (B * G) % SPLITS
-    tile = tl.program_id(0) // (B * G) // SPLITS  # the first keys are seen by most rows: longest first
+    key_tiles = tl.cdiv(N, BN)
+    if W > 0:
+        bg, rest = tl.program_id(0) // (key_tiles * SPLITS), tl.program_id(0) % (key_tiles * SPLITS)
+    else:
+        bg, rest = tl.program_id(0) % (B * G), tl.program_id(0) // (B * G)
+    if TOGETHER:
+        split, tile = rest // key_tiles, rest % key_tiles
+    else:
+        split, tile = rest % SPLITS, rest // SPLITS  # the first keys are seen by most rows: longest first
     b, g = bg // G, bg % G
     first = tile * BN
     last = tl.minimum(first + BN, N) - 1
     k += b.to(tl.int64) * stride_kb + g * stride_kg
     v += b.to(tl.int64) * stride_vb + g * stride_vg
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, True, False)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, True, False)
+    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
 
-    t_begin, mine, mine_end, whole_first, whole_end = _split(first, last, split, S, SPLITS, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    mine, mine_end = _split(tiles, split, SPLITS)
+    if TOGETHER:
+        mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
+    count, turned = mine_end - mine, 0
+    if W > 0:  # tile after tile round and round the sequence: all programs that see a tile of rows take it in one step
+        turned = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
     key = first + tl.arange(0, BN)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
-    for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
+    for step in range(count):
+        j = mine + step
+        if W > 0:
+            j = mine + tl.where(step + turned >= count, step + turned - count, step + turned)
         dk, dv = _copied_step(
             k_tile, v_tile, q, dout, statistics, b * S + t_begin + j * TOKENS, g * R, t_begin + j * TOKENS, S, key,
-            dk, dv, scale, L, STRIDE, W, R, DP, BM, PRECISION, False,
-        )  # fmt: skip
-    left = tl.maximum(tl.minimum(mine_end, whole_first) - mine, 0)
-    right_first = tl.maximum(mine, whole_end)
-    for e in range(left + tl.maximum(mine_end - right_first, 0)):
-        j = tl.where(e < left, mine + e, right_first + e - left)
-        dk, dv = _copied_step(
-            k_tile, v_tile, q, dout, statistics, b * S + t_begin + j * TOKENS, g * R, t_begin + j * TOKENS, S, key,
-            dk, dv, scale, L, STRIDE, W, R, DP, BM, PRECISION, True,
+            (j < whole_first) | (j >= whole_end), dk, dv, scale, L, STRIDE, W, R, DP, BM, PRECISION,
         )  # fmt: skip
 
     column = tl.arange(0, DP)
@@ -212,36 +244,38 @@ def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.const
     tl.store(dv + index, dv_sum.to(dv.dtype.element_ty), mask=mask)
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, gate: Tensor, delta: Tensor,
-    length: int, stride: int, window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dk, dv); arguments as those of `banded.backward`, with unit strides in their last dimension."""
+def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """(dk, dv) of one branch; `dout` is the mixed output's gradient, not yet times this branch's gate."""
+    q, dout, k, v = unit_last_stride(q), unit_last_stride(dout), band.k, band.v
     B, S, H, D = q.shape
-    N, G = k.shape[1], k.shape[2]
+    N, G = k.shape[1:3]
     R, scale = H // G, D**-0.5
     dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
     if N == 0:
         return dk, dv
     copied = copies_rows(q, dout, R)
-    tile = tile_for("dkv", q, copied)
+    many = copied and not band.window and N >= MANY_KEYS
+    tile = tile_for("dkv of many keys" if many else "dkv", q, copied)
     key_tiles = triton.cdiv(N, tile.keys) * B * G
-    splits = 1 if window else max(1, min(MOST_SPLITS, PROGRAMS_WANTED // key_tiles))
+    programs = PROGRAMS_WANTED * (2 if many else 1)
+    splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // key_tiles))
     parts = [dk, dv]
     if splits > 1:
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
-    grid, key_strides = (key_tiles * splits,), (*k.stride()[:3], *v.stride()[:3])
+    grid = (key_tiles * splits,)
     numbers = (B, S, N, G, splits, scale, scale * LOG2E)
-    constants: dict[str, int | str] = {"L": length, "STRIDE": stride, "W": window, "R": R, "D": D, "DP": padded(D)}
-    constants |= {"BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
+    constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}
+    constants |= {"DP": padded(D), "BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
     if copied:
-        statistics = gather_statistics(lse, delta, gate.transpose(1, 2)).view(3, B * S, H)
+        statistics = gather_statistics(rows.lse, rows.delta, rows.gate.transpose(1, 2)).view(3, B * S, H)
         described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [1, tile.rows // R, R])
-        rows = (_described_rows(x, tile.rows // R, R) for x in (q, dout))
-        _dkv_copied_kernel[grid](next(rows), k, v, next(rows), described, *parts, *key_strides, *numbers, **constants)
+        walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
+        _dkv_copied_kernel[grid](
+            walked[0], k, v, walked[1], described, *parts, *band.strides, *numbers, TOGETHER=many, **constants
+        )
     else:
         _dkv_kernel[grid](
-            q, k, v, lse, dout, gate, delta, *parts, *q.stride()[:3], *key_strides, *dout.stride()[:3],
+            q, k, v, rows.lse, dout, rows.gate, rows.delta, *parts, *q.stride()[:3], *band.strides, *dout.stride()[:3],
             *numbers, **constants,
         )  # fmt: skip
     if splits > 1:

@@ -19,6 +19,17 @@ from tamis.attention.tiles import padded
 
 
 @triton.jit
+def place(tiles, G):
+    """This program's tile of rows, sequence and group; groups lie next to each other, then tiles, then sequences.
+
+    Programs that run together then read neighbouring rows and few sequences' keys. Of a sequence the last tokens see
+    the most keys: longest first.
+    """
+    rest = tl.program_id(0) // G
+    return tiles - 1 - rest % tiles, rest // tiles, tl.program_id(0) % G
+
+
+@triton.jit
 def keys_begun(token, W: tl.constexpr):
     """First key the token's window holds."""
     return tl.maximum(token - W + 1, 0) if W > 0 else token * 0
@@ -39,26 +50,16 @@ def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(
-    t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr,
-    TAIL: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
-    """The keys of tokens t_first…t_last as tiles from `begin`: tiles, which of them every token sees whole, and keys.
+def key_tiles(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+    """The keys of tokens t_first…t_last as tiles from `begin`: tiles, and which of them every token sees whole.
 
-    With a TAIL only full tiles are counted: the keys after them are walked in steps of TAIL. Only then can whole tiles
-    pass the last; copied ones are bounded too because they were measured so, and compile to other code without.
+    The least of both ends is always the first; it was measured so, and compiles to code that spills without.
     """
-    BOUNDED: tl.constexpr = TAIL > 0 or COPIED
-    begin = keys_begun(t_first, W)
-    count = keys_ended(t_last, L, STRIDE) - begin
-    tiles = count // BN if TAIL > 0 else tl.cdiv(count, BN)
+    begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
+    tiles = tl.cdiv(end - begin, BN)
     whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
-    if BOUNDED:
-        whole_first = tl.minimum(whole_first, tiles)
-    whole_end = tl.maximum((keys_ended(t_first, L, STRIDE) - begin) // BN, whole_first)
-    if BOUNDED:
-        whole_end = tl.minimum(whole_end, tl.maximum(tiles, whole_first))
-    return begin, tiles, whole_first, whole_end, count
+    whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
+    return begin, tiles, whole_first, whole_end
 
 
 @triton.jit
@@ -86,30 +87,18 @@ def load_rows(x, t0, away, head, alive, stride_s, stride_h, D: tl.constexpr, DP:
 
 
 @triton.jit
-def load_keys(
-    x, b, g, first, N, stride_n,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, COPIED: tl.constexpr,
-):  # fmt: skip
-    """BN keys from `first` on: of batch b and group g if COPIED (zeros past the last), else of those x points to."""
-    if COPIED:
-        tile = tl.reshape(x.load([b, first, g, 0]), [BN, DP])
-    else:
-        tile = _read_keys(x, first, N, stride_n, D, DP, BN, MASKED)
-    return tile
+def load_keys(x, b, g, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr):
+    """BN keys from `first` on, zeros past the last: of batch b and group g if COPIED, else of those x points to."""
+    return tl.reshape(x.load([b, first, g, 0]), [BN, DP]) if COPIED else _read_keys(x, first, N, stride_n, D, DP, BN)
 
 
 @triton.jit
-def _read_keys(x, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def _read_keys(x, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
     key = tl.arange(0, BN)
     column = tl.arange(0, DP)
     address = x + first.to(tl.int64) * stride_n + (key[:, None] * stride_n + column[None, :])
-    if MASKED and D == DP:
-        return tl.load(address, mask=(first + key < N)[:, None], other=0.0)
-    if MASKED:
-        return tl.load(address, mask=(first + key < N)[:, None] & (column < D)[None, :], other=0.0)
-    if D == DP:
-        return tl.load(address)
-    return tl.load(address, mask=(column < D)[None, :], other=0.0)
+    mask = (first + key < N)[:, None]
+    return tl.load(address, mask=mask if D == DP else mask & (column < D)[None, :], other=0.0)
 
 
 def described_keys(x: Tensor, keys: int, copied: bool) -> Tensor | TensorDescriptor:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from tamis.attention import banded
+from tamis.attention.bands import Band, Rows
 from tamis.attention.checks import check_branch, check_contiguous, check_gradients, compressed_blocks
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import unit_last_stride
+
+
+def compressed_band(k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec) -> Band:
+    return Band(unit_last_stride(k_cmp), unit_last_stride(v_cmp), spec.l, spec.d, window=0)
 
 
 def compressed_forward(
@@ -15,7 +21,7 @@ def compressed_forward(
     """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
     if not trusted:
         check_branch(q, compressed_blocks(q, spec, start), k_cmp=k_cmp, v_cmp=v_cmp)
-    return banded.forward(q, k_cmp, v_cmp, spec.l, spec.d, window=0, start=start)
+    return banded.forward(q, compressed_band(k_cmp, v_cmp, spec), start)
 
 
 def compressed_backward(
@@ -36,4 +42,4 @@ def compressed_backward(
         check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp, v_cmp=v_cmp)
         check_gradients(q, dout, dq, lse=lse, gate=gate, delta=delta)
         check_contiguous(dq=dq)
-    return banded.backward(q, k_cmp, v_cmp, lse, dout, gate, delta, dq, accumulate_dq, spec.l, spec.d, window=0)
+    return banded.backward(q, compressed_band(k_cmp, v_cmp, spec), Rows(lse, gate, delta), dout, dq, accumulate_dq)

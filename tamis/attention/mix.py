@@ -6,6 +6,8 @@ Rows are (batch, token, head); D head dim. Both kernels read every tensor once a
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,9 @@ from tamis.attention.checks import check_contiguous, check_like, check_queries
 from tamis.attention.tiles import padded, unit_last_stride
 
 ELEMENTS = 4096  # per program
+# Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
+HEADS_OF_DELTA = 4
+ELEMENTS_OF_DELTA = 8192
 
 
 @triton.jit
@@ -35,12 +40,16 @@ def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constex
 @triton.jit
 def _delta_kernel(
     dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, rows,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    TOKENS: tl.constexpr = BM // HEADS
     column = tl.arange(0, DP)
-    alive = row < rows
-    b, s, h = row // H // S, row // H % S, row % H
+    parts, tiles = H // HEADS, tl.cdiv(S, TOKENS)
+    s = (tl.program_id(0) // parts % tiles) * TOKENS + tl.arange(0, BM) // HEADS
+    h = tl.program_id(0) % parts * HEADS + tl.arange(0, BM) % HEADS
+    b = (tl.program_id(0) // parts // tiles).to(tl.int64)
+    alive = s < S
+    row = (b * S + s) * H + h
     mask = alive[:, None] & (column < D)[None, :]
     at_dout = (b * stride_ob + s * stride_os + h * stride_oh)[:, None] + column[None, :]
     grad = tl.load(dout + at_dout, mask=mask, other=0.0).to(tl.float32)
@@ -75,12 +84,13 @@ def mix_backward(
         check_like("cmp", cmp, dout=(dout, tuple(cmp.shape)))
     dout = unit_last_stride(dout)
     B, S, H, D = cmp.shape
-    rows, block = B * S * H, max(1, ELEMENTS // padded(D))
+    heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
+    block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
     dgates = torch.empty_like(gates)
     weights, delta = (torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device) for _ in range(2))
-    _delta_kernel[(triton.cdiv(rows, block),)](
+    _delta_kernel[(H // heads * triton.cdiv(S, block // heads) * B,)](
         dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, rows,
-        D=D, DP=padded(D), BM=block, num_warps=4,
+        D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return dgates, weights, delta
 

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.attention.compressed import compressed_backward, compressed_forward
+from tamis.attention import banded, banded_keys
+from tamis.attention.bands import Rows
+from tamis.attention.compressed import compressed_band, compressed_forward
 from tamis.attention.mix import mix_backward, mix_forward
 from tamis.attention.ranges import marked
 from tamis.attention.selected import selected_backward, selected_forward
 from tamis.attention.selection import select_from_lse
 from tamis.attention.spec import NSASpec
-from tamis.attention.window import window_backward, window_forward
+from tamis.attention.window import window_band, window_forward
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
 
@@ -93,12 +95,12 @@ def nsa_backward(
     dk_sel, dv_sel = selected_backward(
         q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, trusted=True
     )
-    dk_cmp, dv_cmp = compressed_backward(
-        q, k_cmp, v_cmp, lse_cmp, dout, weights[COMPRESSED], delta[COMPRESSED], dq, geometry, True, trusted=True
-    )
-    dk_win, dv_win = window_backward(
-        q, k_win, v_win, lse_win, dout, weights[WINDOW], delta[WINDOW], dq, geometry, True, trusted=True
-    )
+    # Both dense branches add to dq in one pass over the queries.
+    window = window_band(k_win, v_win, geometry), Rows(lse_win, weights[WINDOW], delta[WINDOW])
+    compressed = compressed_band(k_cmp, v_cmp, geometry), Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+    banded.query_gradient(q, dout, dq, True, window, compressed)
+    dk_cmp, dv_cmp = banded_keys.gradients(q, *compressed, dout)
+    dk_win, dv_win = banded_keys.gradients(q, *window, dout)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 

@@ -25,10 +25,16 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec
 from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
-SCORE_BYTES = 128 << 20  # scores held at once
+SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is compiled anew as the prompt grows
+
+
+@triton.jit
+def _upper_half(x):
+    """The number without the lower 16 of its 32 bits."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -36,12 +42,14 @@ def _fold(p, overlap, EXACT: tl.constexpr):
     """`p @ overlap` in float32, on tensor cores if EXACT is not asked of the ordinary ones."""
     if EXACT:
         return tl.dot(p, overlap.to(tl.float32), input_precision="ieee")
-    # Three bfloat16 parts hold all 24 bits of p, and overlaps are small whole numbers: every product is exact.
+    # Three bfloat16 parts hold all 24 bits of p, and overlaps are small whole numbers: every product is exact. The
+    # parts are cut off, not rounded: a mask and a difference, where rounding takes the unit that exponentials need.
     weight = overlap.to(tl.bfloat16)
-    high = p.to(tl.bfloat16)
-    rest = p - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    upper = _upper_half(p)
+    rest = p - upper
+    middle = _upper_half(rest)
+    low = (rest - middle).to(tl.bfloat16)
+    high, middle = upper.to(tl.bfloat16), middle.to(tl.bfloat16)
     return tl.dot(high, weight, tl.dot(middle, weight, tl.dot(low, weight)))
 
 
@@ -71,8 +79,9 @@ def _part_of_scores(
     else:
         at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
         k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-    p = tl.zeros([BM, BN], tl.float32)
-    for held in tl.static_range(len(q_tiles)):
+    s = tl.dot(q_tiles[0], tl.trans(k_tile), input_precision=PRECISION)
+    p = tl.exp2(s * scale - lse_rows[0][:, None])
+    for held in tl.static_range(1, len(q_tiles)):
         s = tl.dot(q_tiles[held], tl.trans(k_tile), input_precision=PRECISION)
         p += tl.exp2(s * scale - lse_rows[held][:, None])
     if PIECES <= PIECES_SEL + 1:

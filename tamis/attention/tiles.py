@@ -23,7 +23,6 @@ class Tile:
     warps: int
     stages: int
     registers: int | None = None  # per thread, where fewer let one more program share the multiprocessor
-    tail: int = 0  # the window's last keys in steps of so many, where a whole tile would be mostly masked
 
     @property
     def options(self) -> dict[str, int]:
@@ -34,7 +33,7 @@ class Tile:
 
 # (kernel, padded head dim) → tile; half precision. The smaller of two shared memories (A100, 164 KB) fits every entry.
 HALF = {
-    ("forward", 64): Tile(128, 64, 4, 3, tail=32),
+    ("forward", 64): Tile(128, 64, 4, 3),
     ("forward", 128): Tile(128, 64, 8, 3),
     ("dq", 64): Tile(64, 64, 4, 3, registers=168),
     ("dq", 128): Tile(128, 64, 8, 2),
@@ -48,19 +47,21 @@ LEAST_ROWS = 64
 COPIED = {
     ("forward", 128): Tile(128, 64, 4, 2),
     ("dq", 128): Tile(64, 64, 4, 2),
-    ("dkv", 128): Tile(64, 128, 8, 3),
+    ("dkv", 128): Tile(64, 64, 4, 2),
+    ("dkv of many keys", 128): Tile(64, 128, 8, 3),
 }
-# What differs on an A100, chosen from compiled code alone: the entries above would spill 32, 56, 632, 16 and 64 bytes
-# there, these 0, 0, 8, 0 and 0.
+# What differs on an A100, chosen from compiled code alone: the entries above would spill 16 to 1,272 bytes there, of
+# these only dkv at head dim 128 spills, 8 bytes.
 AMPERE = HALF | {
     ("forward", 64): Tile(128, 64, 8, 3),
     ("dq", 64): Tile(64, 64, 4, 3),
+    ("dq", 128): Tile(64, 64, 8, 2),
     ("dkv", 128): Tile(64, 64, 8, 2),
-    ("score", 64): Tile(64, 64, 4, 2),
+    ("score", 64): Tile(64, 32, 4, 2),
     ("score", 128): Tile(128, 64, 8, 2),
 }
 LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
-FLOAT32 = Tile(32, 32, 4, 1, tail=16)  # products on the ordinary cores: checks and small runs, not speed
+FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
 
 
 def tile_for(kernel: str, q: torch.Tensor, copied: bool = False) -> Tile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tamis.attention import banded
+from tamis.attention.bands import Band, Rows
 from tamis.attention.checks import (
     check_branch,
     check_contiguous,
@@ -13,6 +14,11 @@ from tamis.attention.checks import (
     check_start,
 )
 from tamis.attention.spec import NSASpec
+from tamis.attention.tiles import unit_last_stride
+
+
+def window_band(k_win: Tensor, v_win: Tensor, spec: NSASpec) -> Band:
+    return Band(unit_last_stride(k_win), unit_last_stride(v_win), length=1, stride=1, window=spec.w)
 
 
 def window_forward(
@@ -29,7 +35,7 @@ def window_forward(
         check_queries(q)
         check_start(start, first_key, spec.w)
         check_branch(q, start + q.shape[1] - first_key, k_win=k_win, v_win=v_win)
-    return banded.forward(q, k_win, v_win, length=1, stride=1, window=spec.w, start=start - first_key)
+    return banded.forward(q, window_band(k_win, v_win, spec), start - first_key)
 
 
 def window_backward(
@@ -51,6 +57,4 @@ def window_backward(
         check_branch(q, q.shape[1], k_win=k_win, v_win=v_win)
         check_gradients(q, dout, dq, lse=lse, gate=gate, delta=delta)
         check_contiguous(dq=dq)
-    return banded.backward(
-        q, k_win, v_win, lse, dout, gate, delta, dq, accumulate_dq, length=1, stride=1, window=spec.w
-    )
+    return banded.backward(q, window_band(k_win, v_win, spec), Rows(lse, gate, delta), dout, dq, accumulate_dq)

@@ -54,6 +54,16 @@ def test_agrees_with_the_reference(poisoned_memory, copied_rows, branch, tokens,
     assert copied_rows == ([] if no_keys else [True, True])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "batch", "programs"), [(150, 1, 1024), (133, 2, 6)], ids=["empty splits", "few splits"]
+)
+def test_programs_of_many_keys_walk_the_same_rows(poisoned_memory, copied_rows, monkeypatch, tokens, batch, programs):
+    monkeypatch.setattr(banded_keys, "MANY_KEYS", 1)
+    monkeypatch.setattr(banded_keys, "PROGRAMS_WANTED", programs)
+    check("compressed", tokens=tokens, groups=1, heads_per_group=4, batch=batch)
+    assert copied_rows == [True, True]
+
+
 @pytest.mark.parametrize("heads_per_group", [1, 2, 6])
 def test_rows_that_are_no_whole_tokens_are_read_while_keys_are_copied(poisoned_memory, copied_rows, heads_per_group):
     check("window", tokens=29, groups=2, heads_per_group=heads_per_group)
