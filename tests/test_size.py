@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tamis.attention import NSASpec, reference, select_blocks
 from tamis.config import Config, load_config
 from tamis.model import Decoder
-from tamis.model.nsa import ALIGNED_ROW
 from tamis.size import flops_per_token, mean_keys_dense, mean_keys_nsa, parameter_count
 from tests.model.tiny import random_tokens, tiny_config, tiny_model
 
@@ -78,7 +77,7 @@ def test_nsa_flops_are_what_pytorch_counts_less_what_the_reference_does_beyond_n
     sharing_out_of_scores = 2 * groups * tokens * blocks * spec.selection_blocks(tokens)
     # The first and the last piece of a sequence meet a place in a block that no block needs.
     edge_pieces = times * 2 * groups * 2 * (spec.l * dim * dim) if "nsa.phi=mlp" in overrides and blocks else 0
-    padded_gates = times * 2 * tokens * config.model.dim * (-3 * config.model.n_heads % ALIGNED_ROW)
+    padded_gates = times * 2 * tokens * config.model.dim * (-3 * config.model.n_heads % config.model.d_k)
     beyond = layers * (masked + masked_in_selection + sharing_out_of_scores + edge_pieces + padded_gates)
     assert counted_flops(tiny_model(*overrides), training) == pytest.approx(stated_flops(config, training) + beyond)
 
