@@ -67,7 +67,8 @@ class Session:
         require_agreement(workers, fingerprint(config, self.loader.fingerprint, device_name(workers.device)))
         with stage("building the model"):
             torch.manual_seed(config.train.seed)
-            decoder = Decoder(model_config(config, workers)).to(workers.device)
+            with workers.device:  # weights are drawn where they will be: for a GPU's a processor takes seconds
+                decoder = Decoder(model_config(config, workers))
             self.train_step = TrainStep(decoder, config, workers)
         self.guard = Guard(config, self.loader.is_synthetic)
         with stage("proving the attention that will train"):
