@@ -119,14 +119,11 @@ class NSALayer(nn.Module):
         raw, selected, window = (torch.stack(pair, dim=2) for pair in pairs)
         return q, raw, selected, window
 
-    def projections(self, x_BSE: Tensor) -> list[Tensor]:
-        """Queries `[B,S,H,D]` and the six unrotated `[B,S,G,D]`."""
-        return self._by_branch(self._heads(x_BSE))
-
     def _heads(self, x_BSE: Tensor) -> Tensor:
         return self.project(x_BSE).unflatten(-1, (-1, self.dim))
 
     def _by_branch(self, heads_BSCD: Tensor) -> list[Tensor]:
+        """Queries `[B,S,H,D]` and the six keys and values `[B,S,G,D]`, unrotated."""
         return list(heads_BSCD.split([self.heads] + [self.groups] * 6, dim=2))
 
     def gates(self, logits_BSN: Tensor) -> Tensor:
