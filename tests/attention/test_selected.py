@@ -132,7 +132,7 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("heads", [1, 6, 16])
 def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs(heads: int, early: bool) -> None:
-    case = Case(tokens=90, heads=heads, batch=2)
+    case = Case(tokens=90, heads=heads, batch=1 if heads == 16 else 2)
     out, lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, at_hand=1, early=early)
     other, other_lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
     assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
