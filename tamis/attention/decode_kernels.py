@@ -177,7 +177,7 @@ def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.
     return mixed * (gate / tl.where(total > 0.0, total, 1.0))
 
 
-@triton.jit(do_not_specialize=["G", "x_cmp", "x_win", "x_sel"])
+@triton.jit(do_not_specialize=["slots", "G", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
     stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,

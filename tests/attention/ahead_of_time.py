@@ -106,6 +106,20 @@ def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int 
     kernel_tile(q, caches, gates, spec, cached, cached - spec.w + 1)  # type: ignore[arg-type]
 
 
+def launch_step(
+    dtype: torch.dtype, heads_per_group: int, dim: int, batch: int, window: int, cached: int = 4321
+) -> None:
+    """One query for each cached sequence. A window of one token is a number that Triton would make a constant."""
+    from tamis.attention.decode_kernels import decode
+    from tamis.attention.spec import NSASpec
+
+    spec, groups = NSASpec(w=window), 2
+    q, gates = (torch.empty(batch, groups * heads_per_group, n, dtype=dtype) for n in (dim, 3))
+    lengths = (spec.compressed_blocks(cached), cached, window)
+    caches = [torch.empty(batch, n, 2, groups, dim, dtype=dtype) for n in lengths]
+    decode(q, *caches, gates, torch.empty(batch, dtype=torch.int64), spec)
+
+
 def main() -> None:
     arch = int(sys.argv[1])
     compiled = record_launches(arch)
@@ -113,6 +127,8 @@ def main() -> None:
         name, heads, dim = shape.split(":")
         launch_everything(getattr(torch, name), int(heads), int(dim))
         launch_tile(getattr(torch, name), int(heads), int(dim))
+    for batch, window in ((1, 512), (64, 512), (1, 1)):
+        launch_step(torch.bfloat16, 6, 64, batch, window)
     report = {name: resources(kernel) for name, kernel in compiled.items()}
     for name, needs in report.items():
         print(name[:150], needs)

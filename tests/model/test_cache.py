@@ -201,7 +201,8 @@ def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU: tiles by the kernels of training started where the cache ends, then steps by those of decoding."""
-    model, tokens = model_of(small_config(n_layers=1)).to(DEVICE), random_tokens(batch=2, count=61).to(DEVICE)
+    model = model_of(small_config(n_layers=1)).to(DEVICE)
+    tokens = random_tokens(batch=2, count=61, seed=2).to(DEVICE)  # with seed 0 two blocks tie, and rounding decides
     expected = model(tokens)[0]
     through_kernels(monkeypatch)
     cache = model.new_cache(2)
