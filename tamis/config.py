@@ -103,6 +103,11 @@ class Runtime(Section):
     nvtx: bool = False  # NVTX ranges around fetch, forward, backward, optimizer
     mem_dump_every: NotNegative = 0  # steps between memory snapshots; 0: none
 
+    @property
+    def may_use_cudnn(self) -> bool:
+        """For the dense twin's attention; its backward pass does not repeat itself bit for bit."""
+        return self.sdpa == "auto" and self.use_flash and not self.deterministic
+
 
 class Train(Section):
     steps: Positive = 50000  # optimizer steps

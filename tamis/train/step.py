@@ -117,7 +117,8 @@ def attention_kernels(config: Config) -> contextlib.AbstractContextManager[Any]:
         return sdpa_kernel(flash)
     if config.runtime.sdpa == "no_flash" or not config.runtime.use_flash:
         return sdpa_kernel(rest, set_priority=True)
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *flash, *rest], set_priority=True)
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if config.runtime.may_use_cudnn else []
+    return sdpa_kernel([*cudnn, *flash, *rest], set_priority=True)
 
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
