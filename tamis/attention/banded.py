@@ -43,7 +43,7 @@ def _forward_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     S, N, G, start, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, sequence, g = place(tl.cdiv(S * R, BM), G)
     b = sequence.to(tl.int64)
@@ -64,15 +64,17 @@ def _forward_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    for j in range(tiles):
+    for j in tl.range(0, tiles, num_stages=STAGES):
         first = begin + j * BN
         k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
         v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if (j < whole_first) | (j >= whole_end):
-            seen = visible(position[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
-            s = tl.where(seen, s, float("-inf"))
-        m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
+        k_turned = tl.trans(k_tile)
+        if (not COPIED) or j < tiles:  # always: see `banded_tiles`
+            s = tl.dot(q_tile, k_turned, input_precision=PRECISION)
+            if (j < whole_first) | (j >= whole_end):
+                seen = visible(position[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                s = tl.where(seen, s, float("-inf"))
+            m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -89,7 +91,7 @@ def _add_dq(
     q, dout, dq, k, v, lse, gate, delta, sequence, g, first_row, row, alive, t_first, t_last, token,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, COPIED: tl.constexpr,
+    PRECISION: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What one branch adds to the gradient of a tile of queries, not yet times the softmax's scale."""
     lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
@@ -99,18 +101,20 @@ def _add_dq(
     if not COPIED:
         k += sequence.to(tl.int64) * stride_kb + g * stride_kg
         v += sequence.to(tl.int64) * stride_vb + g * stride_vg
-    for j in range(tiles):
+    for j in tl.range(0, tiles, num_stages=STAGES):
         first = begin + j * BN
         k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
         v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(dout, tl.trans(v_tile), input_precision=PRECISION)
-        p = tl.exp2(s * scale - lse2[:, None])
-        if (j < whole_first) | (j >= whole_end):
-            seen = visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
-            p = tl.where(seen, p, 0.0)
-        ds = p * (dp * gate_row[:, None] - delta_row[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        k_turned, v_turned = tl.trans(k_tile), tl.trans(v_tile)
+        if (not COPIED) or j < tiles:  # always: see `banded_tiles`
+            s = tl.dot(q, k_turned, input_precision=PRECISION)
+            dp = tl.dot(dout, v_turned, input_precision=PRECISION)
+            p = tl.exp2(s * scale - lse2[:, None])
+            if (j < whole_first) | (j >= whole_end):
+                seen = visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                p = tl.where(seen, p, 0.0)
+            ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
 
@@ -125,7 +129,7 @@ def _dq_kernel(
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     L2: tl.constexpr, STRIDE2: tl.constexpr, W2: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one branch, or of two (`k2` is not None): queries and gradients are read once, and dq is rounded once."""
     tile, sequence, g = place(tl.cdiv(S * R, BM), G)
@@ -135,28 +139,26 @@ def _dq_kernel(
     q_tile = load_rows(q + b * stride_qb, t0, away, head, alive, stride_qs, stride_qh, D, DP, True)
     dout_tile = load_rows(dout + b * stride_ob, t0, away, head, alive, stride_os, stride_oh, D, DP, True)
     first_row, row = (b * G + g) * R * S + t0, r * S + away
-    row_of_dq = (b * S + token) * (G * R) + head
     t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
+    column = tl.arange(0, DP)
+    mask = alive[:, None] & (column < D)[None, :]
+    address = dq + ((b * S + token) * (G * R) + head)[:, None] * D + column[None, :]
     acc = tl.zeros([BM, DP], tl.float32)
+    if ACCUMULATE:  # read here, beside queries and gradients: at the end everything would wait for it
+        acc += tl.load(address, mask=mask, other=0.0).to(tl.float32) * (1.0 / softmax_scale)
     acc = _add_dq(
         q_tile, dout_tile, acc, k, v, lse, gate, delta, sequence, g, first_row, row, alive,
         t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
-        L, STRIDE, W, D, DP, BN, PRECISION, COPIED,
+        L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
     if k2 is not None:
         acc = _add_dq(
             q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, sequence, g, first_row, row, alive,
             t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
-            L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED,
+            L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
         )  # fmt: skip
 
-    column = tl.arange(0, DP)
-    mask = alive[:, None] & (column < D)[None, :]
-    address = dq + row_of_dq[:, None] * D + column[None, :]
-    acc *= softmax_scale
-    if ACCUMULATE:
-        acc += tl.load(address, mask=mask, other=0.0).to(tl.float32)
-    tl.store(address, acc.to(dq.dtype.element_ty), mask=mask)
+    tl.store(address, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
 
 
 def forward(q: Tensor, band: Band, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -175,7 +177,7 @@ def forward(q: Tensor, band: Band, start: int = 0) -> tuple[Tensor, Tensor]:
         q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse,
         *q.stride()[:3], *band.strides, S, N, G, start_argument(start), D**-0.5 * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
-        BM=tile.rows, BN=tile.keys, COPIED=copied, **tile.options,
+        BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
     )  # fmt: skip
     return out, lse
 
@@ -208,7 +210,7 @@ def query_gradient(
         q, dout, dq, *tensors, *q.stride()[:3], *dout.stride()[:3], *numbers, S, G, scale, scale * LOG2E,
         ACCUMULATE=accumulate, L=one.length, STRIDE=one.stride, W=one.window,
         L2=two.length, STRIDE2=two.stride, W2=two.window, R=R, D=D, DP=padded(D),
-        PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, COPIED=copied, **tile.options,
+        PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from tamis.attention.tiles import LOG2E, copies_tiles, padded, precision, tile_f
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
 LEAST_COPY = 16  # bytes of a row that the accelerator copies
-# From so many keys on, copied: larger tiles of keys, and twice the programs, which walk the same rows together.
+# From so many keys on, copied: twice the programs, which walk the same rows together.
 MANY_KEYS = 1024
 
 
@@ -149,27 +149,13 @@ def _dkv_kernel(
 
 
 @triton.jit
-def _copied_step(
-    k, v, q, dout, statistics, at, head, t0, S, key, masked, dk, dv, scale,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    q_tile = tl.reshape(q.load([at, head, 0]), [BM, DP])
-    dout_tile = tl.reshape(dout.load([at, head, 0]), [BM, DP])
-    lse2 = tl.reshape(statistics.load([0, at, head]), [BM])
-    gate_row = tl.reshape(statistics.load([2, at, head]), [BM])
-    delta_row = tl.reshape(statistics.load([1, at, head]), [BM])
-    s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-    p = tl.exp2(s * scale - lse2[None, :])
-    if masked:
-        token = t0 + tl.arange(0, BM)[None, :] // R
-        p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
-    # dv before dp: one tile of scores fewer in registers.
-    dv = tl.dot((p * gate_row[None, :]).to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
-    ds = p * (dp * gate_row[None, :] - delta_row[None, :])
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
-    return dk, dv
+def _statistics_of(statistics, at, head, BM: tl.constexpr):
+    """A tile's log-sum-exp, delta and gate by one copy; it takes four planes, the last of them out of bounds."""
+    planes = tl.reshape(statistics.load([0, at, head]), [4, BM])
+    even, odd = tl.split(tl.reshape(tl.trans(planes), [BM, 2, 2]))
+    lse2, gate = tl.split(even)
+    delta, _ = tl.split(odd)
+    return lse2, delta, gate
 
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
@@ -177,9 +163,11 @@ def _dkv_copied_kernel(
     q, k, v, dout, statistics, dk_out, dv_out,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_dkv_kernel`; q and dout are descriptors of [B·S,H,D], statistics of [3,B·S,H]: lse (base 2), delta, gate.
+
+    delta comes without its gate: weights are gated once, for dv and for ds.
 
     With a window, and without one if TOGETHER, programs that run at once walk the same rows at the same time: they read
     them from the L2 cache.
@@ -212,14 +200,24 @@ def _dkv_copied_kernel(
     key = first + tl.arange(0, BN)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
-    for step in range(count):
+    for step in tl.range(0, count, num_stages=STAGES):
         j = mine + step
         if W > 0:
             j = mine + tl.where(step + turned >= count, step + turned - count, step + turned)
-        dk, dv = _copied_step(
-            k_tile, v_tile, q, dout, statistics, b * S + t_begin + j * TOKENS, g * R, t_begin + j * TOKENS, S, key,
-            (j < whole_first) | (j >= whole_end), dk, dv, scale, L, STRIDE, W, R, DP, BM, PRECISION,
-        )  # fmt: skip
+        t0 = t_begin + j * TOKENS
+        q_tile = tl.reshape(q.load([b * S + t0, g * R, 0]), [BM, DP])
+        dout_tile = tl.reshape(dout.load([b * S + t0, g * R, 0]), [BM, DP])
+        lse2, delta_row, gate_row = _statistics_of(statistics, b * S + t0, g * R, BM)
+        if step < count:  # always: see `banded_tiles`
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # under way while p is computed
+            p = tl.exp2(s * scale - lse2[None, :]) * gate_row[None, :]
+            if (j < whole_first) | (j >= whole_end):
+                token = t0 + tl.arange(0, BM)[None, :] // R
+                p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
+            dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+            ds = p * (dp - delta_row[None, :])
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
     column = tl.arange(0, DP)
     at = (((split * B + b).to(tl.int64) * N + key) * G + g)[:, None] * D + column[None, :]
@@ -255,7 +253,7 @@ def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, 
         return dk, dv
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS
-    tile = tile_for("dkv of many keys" if many else "dkv", q, copied)
+    tile = tile_for("dkv", q, copied)
     key_tiles = triton.cdiv(N, tile.keys) * B * G
     programs = PROGRAMS_WANTED * (2 if many else 1)
     splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // key_tiles))
@@ -267,12 +265,13 @@ def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, 
     constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}
     constants |= {"DP": padded(D), "BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
     if copied:
-        statistics = gather_statistics(rows.lse, rows.delta, rows.gate.transpose(1, 2)).view(3, B * S, H)
-        described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [1, tile.rows // R, R])
+        statistics = gather_statistics(rows.lse, rows.delta, rows.gate.transpose(1, 2), gated=False).view(3, B * S, H)
+        described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [4, tile.rows // R, R])
         walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
         _dkv_copied_kernel[grid](
-            walked[0], k, v, walked[1], described, *parts, *band.strides, *numbers, TOGETHER=many, **constants
-        )
+            walked[0], k, v, walked[1], described, *parts, *band.strides, *numbers,
+            TOGETHER=many, STAGES=tile.stages, **constants,
+        )  # fmt: skip
     else:
         _dkv_kernel[grid](
             q, k, v, rows.lse, dout, rows.gate, rows.delta, *parts, *q.stride()[:3], *band.strides, *dout.stride()[:3],

@@ -5,6 +5,11 @@ no group size is padded. Shapes as in `banded`.
 
 A tile is copied by the GPU's tensor memory accelerator where its tensor comes as a descriptor (COPIED), else read
 through pointers. Copies need neither registers nor instructions for addresses; at head dim 128 that decides what fits.
+
+Two stages of copies are all that fits, and Triton issues the next tile's last in a loop and waits for them first in the
+next round. It moves an `if` behind them: so the loops over copied tiles have all but the loads in an `if` that always
+holds, which the compiler does not know. It reads ahead for an `if` where the loop itself names its stages. What is used
+transposed alone is transposed before the `if`, or it would take one buffer more.
 """
 
 # mypy: disable-error-code="no-untyped-def"

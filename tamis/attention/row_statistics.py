@@ -12,22 +12,26 @@ import triton.language as tl
 from torch import Tensor
 
 
-def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor) -> Tensor:
-    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them."""
+def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gated: bool = True) -> Tensor:
+    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads lie together, as tiles read them.
+
+    If not `gated`, delta without its gate, <dout, out>; 0 for a gate of 0, which lets nothing pass.
+    """
     batch, heads, tokens = lse_BHS.shape
     statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
     # One dimension, as everywhere: a grid's second takes no more than 65,535, and a batch may be larger.
     _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
         lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
-        H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
+        GATED=gated, H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
     )  # fmt: skip
     return statistics
 
 
 @triton.jit
 def _transpose_statistics(
-    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr
-):
+    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h,
+    GATED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(tokens, BLOCK)
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -36,6 +40,9 @@ def _transpose_statistics(
     source = (sequence * H + head) * tokens + token
     target = statistics + (sequence * tokens + token) * H + head
     tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
-    tl.store(target + rows, tl.load(delta + source, mask=live), mask=live)
-    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live)
-    tl.store(target + 2 * rows, gate.to(tl.float32), mask=live)
+    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live).to(tl.float32)
+    row_delta = tl.load(delta + source, mask=live)
+    if not GATED:
+        row_delta /= tl.where(gate == 0.0, 1.0, gate)  # delta is 0 there
+    tl.store(target + rows, row_delta, mask=live)
+    tl.store(target + 2 * rows, gate, mask=live)

@@ -108,8 +108,8 @@ def _score_kernel(
     bg = tl.program_id(0) % (B * G)
     tile = tl.cdiv(t_end - t_begin, BT) - 1 - tl.program_id(0) // (B * G)  # longest first
     b, g = (bg // G).to(tl.int64), bg % G
-    row = tl.arange(0, BM)  # of a product: HEADS heads of BT tokens, head by head
-    token, head = t_begin + tile * BT + row % BT, row // BT
+    row = tl.arange(0, BM)  # of a product: HEADS heads of BT tokens, token by token: they are added within a warp
+    token, head = t_begin + tile * BT + row // HEADS, row % HEADS
     alive = token < t_end
     last, position = tl.minimum(t_begin + tile * BT + BT, t_end) - 1, token
     t = t_begin + tile * BT + tl.arange(0, BT)
@@ -148,14 +148,25 @@ def _score_kernel(
                 run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, bg // G, g, ended,
                 N, scale, stride_kn, PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
             )  # fmt: skip
-        j = run * RUN + tl.arange(0, RUN_P2)
-        if HEADS > 1:
-            score = tl.sum(tl.reshape(score, [HEADS, BT, RUN_P2]), 0)
-        at = scores + (at_row + run)[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :]
-        eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
-        score = tl.where(eligible[None, :] & (j[None, :] <= position_t[:, None] // L_SEL - 2), score, -1.0)
-        tl.store(best_of_run + at_row + run, tl.max(score, 1), mask=t < t_end)
-        tl.store(at, score, mask=(t < t_end)[:, None])
+        # Always so, but the compiler does not know it; what is in an `if` comes after the copy of the next keys.
+        if (not COPIED) or run < wanted:
+            _store_scores(score, run, scores, best_of_run, at_row, position_t, t < t_end, L_SEL, BT, HEADS, RUN, RUN_P2)
+
+
+@triton.jit
+def _store_scores(
+    score, run, scores, best_of_run, at_row, position, alive,
+    L_SEL: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
+):  # fmt: skip
+    """Add up a product's heads; store the scores of a run, −1 where a block is not chosen by score, and the best."""
+    j = run * RUN + tl.arange(0, RUN_P2)
+    if HEADS > 1:
+        score = tl.sum(tl.reshape(score, [BT, HEADS, RUN_P2]), 1)
+    at = scores + (at_row + run)[:, None] * RUN_P2 + tl.arange(0, RUN_P2)[None, :]
+    eligible = (j >= 1) & (tl.arange(0, RUN_P2) < RUN)
+    score = tl.where(eligible[None, :] & (j[None, :] <= position[:, None] // L_SEL - 2), score, -1.0)
+    tl.store(best_of_run + at_row + run, tl.max(score, 1), mask=alive)
+    tl.store(at, score, mask=alive[:, None])
 
 
 @triton.jit

@@ -48,7 +48,6 @@ COPIED = {
     ("forward", 128): Tile(128, 64, 4, 2),
     ("dq", 128): Tile(64, 64, 4, 2),
     ("dkv", 128): Tile(64, 64, 4, 2),
-    ("dkv of many keys", 128): Tile(64, 128, 8, 3),
 }
 # What differs on an A100, chosen from compiled code alone: the entries above would spill 16 to 1,272 bytes there, of
 # these only dkv at head dim 128 spills, 8 bytes.

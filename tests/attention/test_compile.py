@@ -41,3 +41,5 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
     if arch == 90:
         assert any(name.startswith(COPIED) for name in kernels), "rows copied at head dim 128"
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
+        spills = {name: k["stack"] for name, k in hot.items() if "'D': 128" in name and k["stack"] > MOST_STACK + 8}
+        assert spills == {}, "head dim 128 keeps its sums in registers"

@@ -35,11 +35,12 @@ def copied_rows(monkeypatch):
     return seen
 
 
-def check(branch, q_of=lambda q: q, **shape):
+def check(branch, q_of=lambda q: q, gates_of=lambda gates: gates, **shape):
     q, k_cmp, v_cmp, _, _, k_win, v_win, gates = random_inputs(SPEC, dtype=DTYPE, dim=128 if ON_GPU else 16, **shape)
     k, v = (k_cmp, v_cmp) if branch == "compressed" else (k_win, v_win)
     forward, backward, attend, index = BRANCHES[branch]
-    return branch_against_reference(forward, backward, attend, index, q_of(q.detach()), k, v, gates, SPEC)
+    q, gates = q_of(q.detach()), gates_of(gates.detach())
+    return branch_against_reference(forward, backward, attend, index, q, k, v, gates, SPEC)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -61,6 +62,12 @@ def test_programs_of_many_keys_walk_the_same_rows(poisoned_memory, copied_rows, 
     monkeypatch.setattr(banded_keys, "MANY_KEYS", 1)
     monkeypatch.setattr(banded_keys, "PROGRAMS_WANTED", programs)
     check("compressed", tokens=tokens, groups=1, heads_per_group=4, batch=batch)
+    assert copied_rows == [True, True]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_gates_may_be_negative_or_zero(poisoned_memory, copied_rows, branch):
+    check(branch, gates_of=lambda x: torch.where(x < 0.4, 0.0, x - 0.6), tokens=37, groups=1, heads_per_group=4)
     assert copied_rows == [True, True]
 
 
