@@ -108,9 +108,10 @@ def backward_items(
         row = pair.to(OFFSET) * (SUB * R) + head
         store_rows(part_dq, row * D, dq, live, D, BD)
     if tl.load(list_items + list_id) == 1:
+        part = (first_segment + segment_group // G) % per_sequence
         add_key_gradients(
-            dk, dv, in_block, block, group, first_segment + segment_group // G, dk_sum, dv_sum, dk_out, dv_out,
-            per_sequence, tokens, dk_scale, G, L_SEL, D, BD,
+            dk, dv, in_block, block, group, sequence, part > 0, part == per_sequence - 1, dk_sum, dv_sum,
+            dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
         )  # fmt: skip
     else:
         row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
@@ -205,19 +206,16 @@ def backward_halves(
 
 @triton.jit
 def add_key_gradients(
-    dk_acc, dv_acc, in_block, block, group, segment_index, dk_sum, dv_sum, dk, dv, per_sequence, tokens, scale,
+    dk_acc, dv_acc, in_block, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
     G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add a whole list's gradients onto what earlier segments of the sequence gave; round with the last segment."""
-    sequence = (segment_index // per_sequence).to(tl.int64)
-    part = segment_index % per_sequence
-    last = part == per_sequence - 1
+    """Add a block's gradients onto what earlier chunks gave, if they `begun` the sequence; round with the last."""
     key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D
-    dk_acc += load_rows(dk_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    dv_acc += load_rows(dv_sum, target, live & (part > 0), D, BD).to(tl.float32)
-    store_rows(dk_sum, target, dk_acc, live & (part < per_sequence - 1), D, BD)
-    store_rows(dv_sum, target, dv_acc, live & (part < per_sequence - 1), D, BD)
+    dk_acc += load_rows(dk_sum, target, live & begun, D, BD).to(tl.float32)
+    dv_acc += load_rows(dv_sum, target, live & begun, D, BD).to(tl.float32)
+    store_rows(dk_sum, target, dk_acc, live & (not last), D, BD)
+    store_rows(dv_sum, target, dv_acc, live & (not last), D, BD)
     store_rows(dk, target, dk_acc * scale, live & last, D, BD)
     store_rows(dv, target, dv_acc, live & last, D, BD)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tamis.attention.row_statistics import gather_statistics
 from tamis.attention.selected_backward import add_key_gradients, backward_halves, backward_items
 from tamis.attention.selected_items import item_arguments, merge_launch, rows_of_merge, sizes_of
-from tamis.attention.selected_lists import LARGE, Layout, chunks_of_pairs
+from tamis.attention.selected_lists import ITEM, LARGE, Layout, chunks_of_pairs
 from tamis.attention.selected_rows import launch_settings, load_rows, store_rows, takes_halves
 from tamis.attention.spec import NSASpec
 from tamis.attention.tiles import LOG2E
@@ -26,6 +26,7 @@ from tamis.attention.tiles import LOG2E
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
 CHUNKS_OF_WHOLE_SEQUENCES = 4
+AT_HAND = 8 << 20  # bytes of a group's queries and output gradients in a segment
 
 
 def backward(
@@ -42,23 +43,29 @@ def backward(
     accumulate_dq: bool,
     chunk: int | None = None,
     halves: bool | None = None,
+    segment: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone.
 
-    `halves` forces one of the two kernels, or the other.
+    `halves` forces one of the two kernels, or the other; `segment` the tokens of a segment, for the halves alone: only
+    there no item adds its gradients itself, which two segments of a sequence must not do at once.
     """
-    batch, tokens, _, dim = q_BSHD.shape
+    batch, tokens, heads, dim = q_BSHD.shape
+    heads_per_group = heads // ids_BSGn.shape[2]
+    halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     whole = tokens * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
-    layout = Layout.of(ids_BSGn, spec, CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS, chunk)
+    if halves and whole and segment is None:
+        segment = segment_at_hand(q_BSHD, heads_per_group, spec)
+    chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
+    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
-    halves = takes_halves(q_BSHD, sizes["R"]) if halves is None else halves
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
     device = q_BSHD.device
     dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
     dv = torch.empty_like(dk)
-    # A sequence of several segments adds up its gradients in float32 and rounds once, with the last segment.
-    several = layout.segments_per_sequence > 1
+    # A sequence of several chunks adds up its gradients in float32 and rounds once, with the last of them.
+    several = layout.segments_per_chunk < layout.segments_per_sequence
     dk_sum = torch.empty(dk.shape, dtype=torch.float32, device=device) if several else dk
     dv_sum = torch.empty_like(dk_sum) if several else dv
     part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
@@ -80,25 +87,35 @@ def backward(
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
-            ADD=accumulate_dq, **merge_sizes,
+            BS=triton.next_power_of_2(sizes["N"]), ADD=accumulate_dq, **merge_sizes,
         )  # fmt: skip
-        _merge_key_gradients[(layout.lists_per_chunk, parts * sizes["BN"] // 16)](
+        _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
-            layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
+            layout.segments_per_chunk, layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
 
 
+def segment_at_hand(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
+    """Tokens of a segment: few, so that what is read for each of their slots stays in L2, but lists must fill items."""
+    _, tokens, _, dim = q_BSHD.shape
+    bytes_per_token = 2 * heads_per_group * dim * q_BSHD.element_size()
+    return max(AT_HAND // bytes_per_token, ITEM * spec.selection_blocks(tokens) // spec.n_sel)
+
+
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_query_gradients(
     part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    live, sequence, token, head, local_token, used = rows_of_merge(
-        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, N, BS, ROWS
+    live, sequence, token, head, local_token, choices = rows_of_merge(
+        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
     )
+    slot = tl.arange(0, BS)
+    chosen = tl.load(choices[:, None] + slot[None, :], mask=live[:, None] & (slot < N)[None, :], other=-1)
+    used = tl.sum((chosen >= 0).to(tl.int32), 1)
     first_part = local_token * (N * SUB) * R + head % R
     acc = tl.zeros((ROWS, BD), tl.float32)
     for index in tl.range(0, N * SUB, loop_unroll_factor=8):
@@ -110,30 +127,37 @@ def _merge_query_gradients(
     store_rows(dq, target, acc, live, D, BD)
 
 
-@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
+@triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
 def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
-    first_segment, per_sequence, segments, blocks, tokens, scale,
+    first_segment, per_chunk, per_sequence, segments, blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the items of every list; but for ALL a list of one item was finished by the item itself."""
-    list_id = tl.program_id(0)
-    segment_group = list_id // blocks
-    index = first_segment + segment_group // G
-    items = tl.load(list_items + list_id)
-    if (index >= segments) | ((items == 1) & (not ALL)):
+    """Add up the items of a block's lists, one to a segment; but for ALL, lists of one item are finished already."""
+    block = tl.program_id(0) % blocks
+    group = tl.program_id(0) // blocks % G
+    sequence = first_segment // per_sequence + tl.program_id(0) // (blocks * G)
+    first = tl.maximum(first_segment, sequence * per_sequence)
+    end = tl.minimum(tl.minimum(first_segment + per_chunk, segments), (sequence + 1) * per_sequence)
+    if first >= end:
+        return
+    first_list = ((first - first_segment) * G + group) * blocks + block
+    if (not ALL) & (tl.load(list_items + first_list) == 1):
         return
     in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    first = tl.load(list_first + list_id).to(tl.int64)
     always = tl.full((KEYS,), True, tl.int1)
     dk_acc = tl.zeros((KEYS, BD), tl.float32)
     dv_acc = tl.zeros((KEYS, BD), tl.float32)
-    for item in tl.range(0, items, loop_unroll_factor=4):
-        row = (first + item) * (SUB * BN) + in_block
-        dk_acc += load_rows(part_dk, row * D, always, D, BD)
-        dv_acc += load_rows(part_dv, row * D, always, D, BD)
+    for segment in range(end - first):
+        list_id = first_list + segment * (G * blocks)
+        first_item = tl.load(list_first + list_id).to(tl.int64)
+        for item in tl.range(0, tl.load(list_items + list_id), loop_unroll_factor=4):
+            row = (first_item + item) * (SUB * BN) + in_block
+            dk_acc += load_rows(part_dk, row * D, always, D, BD)
+            dv_acc += load_rows(part_dv, row * D, always, D, BD)
+    begun, last = first > sequence * per_sequence, end == (sequence + 1) * per_sequence
     add_key_gradients(
-        dk_acc, dv_acc, in_block, list_id % blocks, segment_group % G, index, dk_sum, dv_sum, dk, dv,
-        per_sequence, tokens, scale, G, L_SEL, D, BD,
+        dk_acc, dv_acc, in_block, block, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum, dk, dv,
+        tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip

@@ -56,8 +56,7 @@ def merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int
     """Grid and sizes for the kernels that join a token's partial results, in tiles of tokens × heads."""
     rows = max(2048 // sizes["BD"], triton.next_power_of_2(sizes["R"]))
     grid = (triton.cdiv(layout.segment, rows // sizes["R"]) * layout.segments_per_chunk * layout.groups,)
-    slots = {"BS": triton.next_power_of_2(sizes["N"]), "BP": triton.next_power_of_2(sizes["N"] * sizes["SUB"])}
-    return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | slots | {"ROWS": rows}
+    return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | {"ROWS": rows}
 
 
 @triton.jit
@@ -111,10 +110,10 @@ def pairs_of_tile(pairs, tile, start, count, missing: tl.constexpr, R: tl.conste
 @triton.jit
 def rows_of_merge(
     ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the
-    token's number within the chunk and group, and how many slots it uses."""
+    token's number within the chunk and group, and where its choices lie."""
     row = tl.arange(0, ROWS)
     tiles = tl.cdiv(segment, ROWS // R)
     in_segment = (tl.program_id(0) % tiles) * (ROWS // R) + row // R
@@ -126,8 +125,5 @@ def rows_of_merge(
     group = segment_group % G
     sequence = (index // per_sequence).to(tl.int64)
     token = token.to(tl.int64)
-    slot = tl.arange(0, BS)
-    chosen = ids + sequence * i_b + group * i_g + token[:, None] * i_s + slot[None, :]
-    chosen = tl.load(chosen, mask=live[:, None] & (slot < N)[None, :], other=-1)
-    used = tl.sum((chosen >= 0).to(tl.int32), 1)
-    return live, sequence, token, group * R + row % R, segment_group * segment + in_segment, used
+    choices = ids + sequence * i_b + group * i_g + token * i_s
+    return live, sequence, token, group * R + row % R, segment_group * segment + in_segment, choices

@@ -62,7 +62,9 @@ class Layout:
         longest = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
         parts = -(-tokens // longest)
         segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
-        segments_per_chunk = min(max(1, chunk // segment), batch * parts)
+        per_sequence = -(-tokens // segment)
+        segments_per_chunk = chunk // tokens * per_sequence or max(1, chunk // segment)  # whole sequences if they fit
+        segments_per_chunk = min(segments_per_chunk, batch * per_sequence)
         return cls(batch, tokens, groups, blocks, slots, segment, segments_per_chunk)
 
     @property
@@ -76,6 +78,12 @@ class Layout:
     @property
     def chunks(self) -> int:
         return -(-self.segments // self.segments_per_chunk)
+
+    @property
+    def sequences_per_chunk(self) -> int:
+        """How many a chunk may touch."""
+        whole, rest = divmod(self.segments_per_chunk, self.segments_per_sequence)
+        return whole if rest == 0 else whole + min(rest, 2)
 
     @property
     def words(self) -> int:

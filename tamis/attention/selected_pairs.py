@@ -35,6 +35,7 @@ from tamis.attention.start import read_start, start_argument
 from tamis.attention.tiles import LOG2E
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
+TOGETHER = tl.constexpr(8)  # partial outputs of a token that are read at once
 AT_HAND = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
 
 
@@ -172,35 +173,49 @@ def _store_softmax(
 def _merge_outputs(
     part_out, part_lse, ids, union_counts, out, lse, first_segment, per_sequence, segment, tokens, segments,
     i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, BP: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
-    live, sequence, token, head, local_token, used = rows_of_merge(
-        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, N, BS, ROWS
+    live, sequence, token, head, local_token, choices = rows_of_merge(
+        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
     )
     if TILE is not None:  # the rest was finished tile by tile
         tile = (sequence * G + head // R) * tl.cdiv(tokens, TILE) + token // TILE
         live = live & (tl.load(union_counts + tile * 2, mask=live, other=0) < 0)
-        used = tl.where(live, used, 0)
         if tl.max(live.to(tl.int32), 0) == 0:
             return
-    first_part = local_token * (N * SUB) * R + head % R
-    part = tl.arange(0, BP)
-    tops = tl.load(
-        part_lse + first_part[:, None] + part[None, :] * R,
-        mask=part[None, :] < (used * SUB)[:, None],
-        other=-float("inf"),
-    )
-    top = tl.max(tops, 1)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp2(tops - top[:, None]), 1)
+    # Slot by slot: a sum over a tile's second dimension comes in another layout, and every read that it masks would
+    # wait for all warps.
+    used = tl.zeros((ROWS,), tl.int32)
+    for slot in tl.static_range(N):
+        used += (tl.load(choices + slot, mask=live, other=-1) >= 0).to(tl.int32)
+    first_part = local_token * (N * SUB) * R + tl.arange(0, ROWS) % R
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that nothing is taken from infinity
+    total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BD), tl.float32)
-    for index in tl.range(0, N * SUB, loop_unroll_factor=8):  # the reads of eight parts are under way together
-        exists = index < used * SUB
-        weight = tl.exp2(tl.load(part_lse + first_part + index * R, mask=exists, other=-float("inf")) - top)
-        part_rows = load_rows(part_out, (first_part + index * R) * D, exists, D, BD, ONCE=True)
-        acc += part_rows.to(tl.float32) * weight[:, None]
+    for first in range(0, N * SUB, TOGETHER):
+        parts = ()
+        tops = ()
+        for index in tl.static_range(TOGETHER):  # all reads before anything that waits for one
+            rows = first_part + (first + index) * R
+            read = load_rows(part_out, rows * D, first + index < used * SUB, D, BD, ONCE=True)
+            parts += (read,)  # type: ignore[assignment]
+        for index in tl.static_range(TOGETHER):
+            rows = first_part + (first + index) * R
+            read = tl.load(part_lse + rows, mask=first + index < used * SUB, other=-float("inf"))
+            tops += (read,)  # type: ignore[assignment]
+        new_top = top
+        for index in tl.static_range(TOGETHER):
+            new_top = tl.maximum(new_top, tops[index])
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        total *= decay
+        acc *= decay[:, None]
+        for index in tl.static_range(TOGETHER):
+            weight = tl.exp2(tops[index] - top)
+            total += weight
+            acc += parts[index].to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     store_rows(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453

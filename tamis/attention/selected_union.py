@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.banded_tiles import described_keys
+from tamis.attention.banded_tiles import described_keys, place
 from tamis.attention.selected_rows import key_tiles, launch_settings, load_rows, store_rows
 from tamis.attention.spec import NSASpec
 from tamis.attention.start import read_start, start_argument
@@ -157,17 +157,16 @@ def _forward_tiles(
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax over the union of a tile. `scale` includes log2(e). The longest tiles start first."""
-    sequence_groups = tl.num_programs(0) // tiles
-    sequence_group = (tl.program_id(0) % sequence_groups).to(tl.int64)
-    tile = tiles - 1 - tl.program_id(0) // sequence_groups
+    """Running softmax over the union of a tile. `scale` includes log2(e)."""
+    tile, sequence, group = place(tiles, G)
+    sequence, group = sequence.to(tl.int64), group.to(tl.int64)
+    sequence_group = sequence * G + group
     used = tl.load(counts + (sequence_group * tiles + tile) * 2)
     if used < 0:
         return
     whole = tl.load(counts + (sequence_group * tiles + tile) * 2 + 1)
     union_blocks += (sequence_group * tiles + tile) * capacity
     union_tokens += (sequence_group * tiles + tile) * capacity
-    sequence, group = sequence_group // G, sequence_group % G
     row = tl.arange(0, ROWS)
     in_tile = (row // R).to(tl.int64)
     token = tile * (ROWS // R) + row // R

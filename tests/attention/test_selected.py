@@ -150,6 +150,26 @@ def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
     assert layout(65536, 3072, chunk=1024).segment == 1024
 
 
+def test_chunks_hold_whole_sequences_where_they_fit() -> None:
+    def layout(batch: int, tokens: int, segment: int, chunk: int) -> Layout:
+        return Layout.of(
+            torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta"), NSASpec(), 4, chunk, segment=segment
+        )
+
+    two, part = layout(8, 8192, 3072, 16384), layout(2, 8192, 1024, 4096)
+    assert (two.segment, two.segments_per_chunk, two.sequences_per_chunk, two.chunks) == (2752, 6, 2, 4)
+    assert (part.segments_per_chunk, part.segments_per_sequence, part.sequences_per_chunk) == (4, 8, 2)
+    assert layout(1, 8192, 3072, 16384).segments_per_chunk == 3 and layout(1, 8192, 1 << 20, 16384).segments == 1
+
+
+def test_segments_of_the_halves_stay_in_the_cache_and_fill_their_items() -> None:
+    def segment(tokens: int) -> int:
+        q = torch.empty(1, tokens, 64, 128, dtype=torch.bfloat16, device="meta")
+        return selected_gradients.segment_at_hand(q, 16, NSASpec())
+
+    assert [segment(tokens) for tokens in (2048, 8192, 16384)] == [1024, 2048, 4096]
+
+
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a union are copied by the tensor memory accelerator; the interpreter copies any shape."""
@@ -189,19 +209,21 @@ def test_keys_of_a_longer_cache_are_not_copied(copied) -> None:  # type: ignore[
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "chunk"),
+    ("shape", "cut"),
     [
-        ({"tokens": 45, "heads": 6, "batch": 2}, None),
-        ({"tokens": 75, "heads": 3, "batch": 2}, 32),  # several segments
-        ({"tokens": 40, "heads": 16, "groups": 2, "scale": 30.0}, None),
-        ({"tokens": 170, "heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)}, None),
-        ({"tokens": 7}, None),
+        ({"tokens": 45, "heads": 6, "batch": 2}, {}),
+        ({"tokens": 75, "heads": 3, "batch": 2}, {"chunk": 32}),  # a chunk holds one segment
+        ({"tokens": 75, "heads": 3, "batch": 2}, {"segment": 32}),  # all segments of both sequences
+        ({"tokens": 75, "heads": 3, "batch": 2}, {"segment": 32, "chunk": 64}),  # the end of one, the start of the next
+        ({"tokens": 40, "heads": 16, "groups": 2, "scale": 30.0}, {}),
+        ({"tokens": 170, "heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)}, {}),
+        ({"tokens": 7}, {}),
     ],
-    ids=lambda value: str(value.get("tokens")) if isinstance(value, dict) else str(value),
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if k in ("tokens", "chunk", "segment")),
 )
-def test_gradients_in_halves_agree_with_the_reference(shape, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_gradients_in_halves_agree_with_the_reference(shape, cut, dtype) -> None:  # type: ignore[no-untyped-def]
     def in_halves(*inputs):  # type: ignore[no-untyped-def]
-        return backward_of_pairs(*inputs, chunk=chunk, halves=True)
+        return backward_of_pairs(*inputs, halves=True, **cut)
 
     case = Case(**shape, dim=32, dtype=dtype)
     if case.spec is SMALL and dtype is torch.float32:
