@@ -100,6 +100,8 @@ def test_the_audit_of_attention_kernels_tells_what_is_allowed(tmp_path) -> None:
 
     assert "NSA layers use none of PyTorch's attention kernels" in audit()
     assert "flash attention is allowed" in audit("model.attention=dense")
+    assert "cuDNN attention is allowed" in audit()
+    assert "cuDNN attention is not allowed" in audit("runtime.deterministic=true")
     assert "flash attention is not allowed" in audit("runtime.sdpa=no_flash")
     assert "math attention is not allowed" in audit("runtime.sdpa=flash_only")
 

@@ -209,7 +209,7 @@ def add_key_gradients(
     dk_acc, dv_acc, in_block, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
     G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add a block's gradients onto what earlier chunks gave, if they `begun` the sequence; round with the last."""
+    """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
     key = block * L_SEL + in_block
     live = (in_block < L_SEL) & (key < tokens)
     target = ((sequence * tokens + key) * G + group) * D

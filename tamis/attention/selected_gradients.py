@@ -53,6 +53,7 @@ def backward(
     batch, tokens, heads, dim = q_BSHD.shape
     heads_per_group = heads // ids_BSGn.shape[2]
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
+    assert halves or segment is None
     whole = tokens * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
     if halves and whole and segment is None:
         segment = segment_at_hand(q_BSHD, heads_per_group, spec)

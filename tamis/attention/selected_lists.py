@@ -81,9 +81,8 @@ class Layout:
 
     @property
     def sequences_per_chunk(self) -> int:
-        """How many a chunk may touch."""
-        whole, rest = divmod(self.segments_per_chunk, self.segments_per_sequence)
-        return whole if rest == 0 else whole + min(rest, 2)
+        """How many a chunk may touch: it holds whole ones, or less than one, of which two may meet in it."""
+        return self.segments_per_chunk // self.segments_per_sequence or min(self.segments_per_chunk, 2)
 
     @property
     def words(self) -> int:

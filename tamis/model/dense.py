@@ -20,14 +20,14 @@ class DenseLayer(nn.Module):
         model = config.model
         self.heads, self.groups, self.dim = model.n_heads, model.n_kv_groups, model.d_k
         self.rotary = rotary
-        self.may_be_cudnn = config.runtime.may_use_cudnn
+        self.may_use_cudnn = config.runtime.may_use_cudnn
         self.project = nn.Linear(model.dim, (model.n_heads + 2 * model.n_kv_groups) * model.d_k, bias=False)
         self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
 
     def forward(self, x_BSE: Tensor) -> tuple[Tensor, None]:
         sizes, turned = [self.heads, self.groups, self.groups], [True, True, False]
         q, k, v = split_heads(self._heads(x_BSE), self.rotary.cos, self.rotary.sin, sizes, turned)
-        return self.out(causal_attention(q, k, v, self.may_be_cudnn).flatten(2)), None
+        return self.out(causal_attention(q, k, v, self.may_use_cudnn).flatten(2)), None
 
     def extend(self, x_BSE: Tensor, cache: DenseCache, start: int) -> Tensor:
         """The output for tokens `start … start+S−1`, which join those the cache holds."""

@@ -19,15 +19,20 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 Backward = Callable[..., Gradients]  # of dout, q, k, v, out, lse and whether under the mask
 
 
-def causal_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, may_be_cudnn: bool) -> Tensor:
+def causal_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, may_use_cudnn: bool) -> Tensor:
     """Every query over the keys up to its own, `[B,S,H,D]`; which kernel computes it is PyTorch's choice otherwise."""
-    if may_be_cudnn and _gains_by_halves(q_BSHD):
+    if may_use_cudnn and _gains_by_halves(q_BSHD):
         return _long_attention(q_BSHD, k_BSGD, v_BSGD)[0]
     q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
-    if q.is_cuda and q.dtype is torch.float32:  # without groups a kernel can; with them every score would be stored
+    if not takes_groups(q):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
+
+
+def takes_groups(q: Tensor) -> bool:
+    """Whether PyTorch has a fast kernel for them: in float32 a GPU has none, and every score would be stored."""
+    return not (q.is_cuda and q.dtype is torch.float32)
 
 
 def _gains_by_halves(q_BSHD: Tensor) -> bool:
@@ -56,7 +61,7 @@ def gradients_by_halves(
         early, late = slice(length // 2), slice(length // 2, length)
         dout_late, q_late, out_late = (_cut(x, length)[:, late] for x in (dout, q, out))
         k_early, v_early = (_cut(x, length)[:, early] for x in (k, v))
-        lse_late = _cut_rows(lse_BHS1, length)[:, :, late].contiguous()
+        lse_late = _cut_rows(lse_BHS1, length)[:, :, late]
         shares = backward(dout_late, q_late, k_early, v_early, out_late, lse_late, False)
         for whole, share, half in zip((dq, dk, dv), shares, (late, early, early), strict=True):
             _cut(whole, length)[:, half] += share
@@ -69,7 +74,7 @@ def _cut(x_BSHD: Tensor, length: int) -> Tensor:
 
 
 def _cut_rows(lse_BHS1: Tensor, length: int) -> Tensor:
-    return lse_BHS1.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1).contiguous()
+    return lse_BHS1.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1)
 
 
 def _cudnn_backward(
@@ -78,7 +83,7 @@ def _cudnn_backward(
     turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     unused = lse_BHS1.new_zeros(1, dtype=torch.int64)  # the seed and offset of a dropout that there is not
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *turned, lse_BHS1, unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, is_causal
+        *turned, lse_BHS1.contiguous(), unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, is_causal
     )
     dq, dk, dv = (d.transpose(1, 2) for d in gradients)
     return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class Probe:
 
     def __init__(self, config: Config, device: torch.device, workers: Workers | None = None) -> None:
         if device.type == "cuda":
+            gc.collect()  # a step and its graph know each other: an earlier one's memory would count as this one's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         began = time.perf_counter()

@@ -9,6 +9,7 @@ from torch.backends import cuda as sdpa
 
 from tamis.attention.ranges import listen
 from tamis.config import Config
+from tamis.model.dense_attention import takes_groups
 from tamis.train.step import COMPUTE_DTYPE, attention_kernels
 
 
@@ -58,7 +59,8 @@ def _able(config: Config, device: torch.device) -> dict[str, bool]:
         torch.empty(1, heads, min(config.train.seq_len, 2048), model.d_k, dtype=dtype, device=device)
         for heads in (model.n_heads, model.n_kv_groups)
     )
-    shape = sdpa.SDPAParams(q, k, k, None, 0.0, True, True)
+    k = k if takes_groups(q) else q
+    shape = sdpa.SDPAParams(q, k, k, None, 0.0, True, k is not q)
     return {
         "cuDNN": sdpa.can_use_cudnn_attention(shape),
         "flash": sdpa.can_use_flash_attention(shape),

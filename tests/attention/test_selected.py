@@ -19,7 +19,8 @@ from tests.attention.ahead_of_time import MOST_STACK
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
-from tamis.attention import reference, row_statistics, selected_gradients, selected_pairs, selected_union  # isort: skip
+from tamis.attention import reference, row_statistics, selected_gradients, selected_lists  # isort: skip
+from tamis.attention import selected_pairs, selected_union  # isort: skip
 from tamis.attention.selected import selected_backward, selected_forward  # isort: skip
 from tamis.attention.selected_lists import ITEM, Layout, chunks_of_pairs  # isort: skip
 from tamis.attention.selected_rows import takes_halves  # isort: skip
@@ -131,8 +132,12 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("heads", [1, 6, 16])
-def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs(heads: int, early: bool) -> None:
+def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs(
+    heads: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_lists, "SHORTEST", 0)
     case = Case(tokens=90, heads=heads, batch=1 if heads == 16 else 2)
+    assert Layout.of(case.ids, case.spec, 1, segment=1).segments_per_sequence == 3
     out, lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, at_hand=1, early=early)
     other, other_lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
     assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
@@ -209,23 +214,33 @@ def test_keys_of_a_longer_cache_are_not_copied(copied) -> None:  # type: ignore[
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "cut"),
+    ("shape", "cut", "segments"),  # of a chunk, of a sequence
     [
-        ({"tokens": 45, "heads": 6, "batch": 2}, {}),
-        ({"tokens": 75, "heads": 3, "batch": 2}, {"chunk": 32}),  # a chunk holds one segment
-        ({"tokens": 75, "heads": 3, "batch": 2}, {"segment": 32}),  # all segments of both sequences
-        ({"tokens": 75, "heads": 3, "batch": 2}, {"segment": 32, "chunk": 64}),  # the end of one, the start of the next
-        ({"tokens": 40, "heads": 16, "groups": 2, "scale": 30.0}, {}),
-        ({"tokens": 170, "heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)}, {}),
-        ({"tokens": 7}, {}),
+        ({"tokens": 45, "heads": 6, "batch": 2}, {}, (2, 1)),
+        ({"tokens": 75, "heads": 3, "batch": 2}, {"chunk": 32}, (1, 3)),
+        ({"tokens": 75, "heads": 3, "batch": 3}, {"segment": 32, "chunk": 150}, (6, 3)),  # the last chunk is not full
+        ({"tokens": 75, "heads": 3, "batch": 2}, {"segment": 32, "chunk": 64}, (2, 3)),  # two sequences meet in a chunk
+        ({"tokens": 40, "heads": 16, "groups": 2, "scale": 30.0}, {}, (1, 1)),
+        ({"tokens": 170, "heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)}, {}, (1, 1)),
+        ({"tokens": 7}, {}, (1, 1)),
     ],
-    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items() if k in ("tokens", "chunk", "segment")),
+    ids=lambda value: (
+        "-".join(f"{k}{v}" for k, v in value.items() if k in ("tokens", "chunk", "segment"))
+        if isinstance(value, dict)
+        else f"{value[0]} of {value[1]}"
+    ),
 )
-def test_gradients_in_halves_agree_with_the_reference(shape, cut, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_gradients_in_halves_agree_with_the_reference(  # type: ignore[no-untyped-def]
+    shape, cut, segments, dtype, monkeypatch
+) -> None:
+    monkeypatch.setattr(selected_lists, "SHORTEST", 0)
+
     def in_halves(*inputs):  # type: ignore[no-untyped-def]
         return backward_of_pairs(*inputs, halves=True, **cut)
 
     case = Case(**shape, dim=32, dtype=dtype)
+    layout = Layout.of(case.ids, case.spec, 1, **cut)
+    assert (layout.segments_per_chunk, layout.segments_per_sequence) == segments
     if case.spec is SMALL and dtype is torch.float32:
         case.ids[:, 3:5] = -1  # rows that see nothing
     slack = SLACK_OF_LARGE_LOGITS if "scale" in shape and dtype is not torch.float32 else 1.0

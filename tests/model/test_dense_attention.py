@@ -17,9 +17,9 @@ def tensors(batch: int, tokens: int, heads: int, groups: int, dim: int, **kind: 
     return [torch.randn(batch, tokens, n, dim, **kind) for n in (heads, groups, groups, heads)]  # type: ignore[arg-type]
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, may_be_cudnn: bool) -> tuple[Tensor, ...]:
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, may_use_cudnn: bool) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    return torch.autograd.grad(dense_attention.causal_attention(*leaves, may_be_cudnn), leaves, dout)
+    return torch.autograd.grad(dense_attention.causal_attention(*leaves, may_use_cudnn), leaves, dout)
 
 
 def log_sum_exps(q: Tensor, k: Tensor) -> Tensor:
@@ -62,6 +62,6 @@ def test_on_a_gpu_the_pieces_agree_with_float64(batch: int, tokens: int, monkeyp
     monkeypatch.setattr(dense_attention, "WHOLE", 512)
     half = tensors(batch, tokens, 12, 2, 64, dtype=torch.bfloat16, device="cuda")
     assert dense_attention._gains_by_halves(half[0])
-    expected = gradients(*(t.double() for t in half), may_be_cudnn=False)
-    for got, want in zip(gradients(*half, may_be_cudnn=True), expected, strict=True):
+    expected = gradients(*(t.double() for t in half), may_use_cudnn=False)
+    for got, want in zip(gradients(*half, may_use_cudnn=True), expected, strict=True):
         assert float((got - want).norm() / want.norm()) < 5e-3
