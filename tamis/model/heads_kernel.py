@@ -85,19 +85,9 @@ def _angles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
-    merged,
-    parts,
-    cos,
-    sin,
-    rows,
-    S,
-    SIZES: tl.constexpr,
-    TURNED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -114,19 +104,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
-    merged,
-    parts,
-    cos,
-    sin,
-    rows,
-    S,
-    SIZES: tl.constexpr,
-    TURNED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
     b = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)

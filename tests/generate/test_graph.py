@@ -7,18 +7,26 @@ import torch
 
 from tamis.generate.graph import Stepper, TileReader
 from tamis.generate.load import to_inference
+from tamis.model import Decoder
+from tamis.model.cache import Cache
 from tests.generate.test_sample import small_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
+def prompted(attention: str, device: str, batch: int) -> tuple[Decoder, torch.Tensor, Cache]:
+    """A model on the device, 70 random tokens for it, and its empty cache."""
+    model = small_model(attention)
+    to_inference(model, torch.device(device), torch.float32)
+    tokens = torch.randint(0, 257, (batch, 70), generator=torch.Generator().manual_seed(0))
+    return model, tokens.to(device), model.new_cache(batch)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_steps_after_a_prompt_give_the_hidden_states_of_one_pass(attention: str, device: str) -> None:
-    model = small_model(attention)
-    to_inference(model, torch.device(device), torch.float32)
-    tokens = torch.randint(0, 257, (2, 70), generator=torch.Generator().manual_seed(0)).to(device)
-    expected, cache = model(tokens)[0], model.new_cache(2)
+    model, tokens, cache = prompted(attention, device, batch=2)
+    expected = model(tokens)[0]
     model.extend(tokens[:, :37], cache)
     stepper = Stepper(model, cache)
     got = torch.stack([stepper(column).clone() for column in tokens[:, 37:].unbind(1)], dim=1)
@@ -29,10 +37,8 @@ def test_steps_after_a_prompt_give_the_hidden_states_of_one_pass(attention: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_prompt_read_by_tiles_gives_the_hidden_states_of_one_pass(attention: str, device: str) -> None:
-    model = small_model(attention)
-    to_inference(model, torch.device(device), torch.float32)
-    tokens = torch.randint(0, 257, (1, 70), generator=torch.Generator().manual_seed(0)).to(device)
-    expected, cache = model(tokens)[0], model.new_cache(1)
+    model, tokens, cache = prompted(attention, device, batch=1)
+    expected = model(tokens)[0]
     read = TileReader(model, cache)
     for _ in range(2):  # the second time every later tile is replayed
         cache.reset()
