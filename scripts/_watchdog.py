@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # works from a checkout that is not installed
 
-from tamis.run.watch import limits_of, watch
+from tamis.run.supervise.watch import limits_of, watch
 
 
 def main() -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tamis.cli import main
-from tamis.run.hardware import SHOWCASE_CONFIG, read_gpus
+from tamis.cli.main import main
+from tamis.run.files.hardware import read_gpus
+from tamis.run.plan import SHOWCASE_CONFIG
 
 if __name__ == "__main__":
     # M7C where a GPU can carry it; on a processor a hundred steps of it would take an hour.

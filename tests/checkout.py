@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import read_heartbeats
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import read_heartbeats
 
 ROOT = Path(__file__).parents[1]
 STAMPED = ("pyproject.toml", "constraints.txt", "scripts/prime_bootstrap.sh")  # as prime_bootstrap.sh sums them

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from tamis.cli import app
+from tamis.cli.main import app
 from tests.checkout import ROOT, Checkout, make_checkout, stamp
 from tests.test_runbooks import command
 

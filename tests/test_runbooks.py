@@ -21,9 +21,9 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from tamis.cli import app
+from tamis.cli.main import app
 from tamis.config import build_config, load_config
-from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.files.manifest import latest_valid_checkpoint
 from tests.checkout import MINIATURE, ROOT, TIMEOUT_S, Checkout, Done, make_checkout
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))

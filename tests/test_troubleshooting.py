@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tamis.config import Config, load_config
-from tamis.run.directory import RunDirectory
+from tamis.run.files.directory import RunDirectory
 from tamis.train import settings
 from tamis.train.main import train_config
 from tamis.train.memory import out_of_memory_advice

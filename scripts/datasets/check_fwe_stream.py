@@ -8,8 +8,8 @@ import argparse
 import os
 import sys
 
-from tamis.cli import guarded
-from tamis.cli_use import check_data
+from tamis.cli.main import guarded
+from tamis.cli.models import check_data
 from tamis.config import load_config
 
 QUICK = ["data.dataset=fineweb_edu", "data.loader_timeout_s=60.0", "train.batch_size=4", "train.eval_batches=1"]

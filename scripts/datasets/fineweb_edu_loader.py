@@ -6,8 +6,8 @@ Example: python scripts/datasets/fineweb_edu_loader.py --config configs/m7c_125m
 import argparse
 import sys
 
-from tamis.cli import guarded
-from tamis.cli_use import check_data
+from tamis.cli.main import guarded
+from tamis.cli.models import check_data
 from tamis.config import load_config
 
 

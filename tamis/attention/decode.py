@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.backend import why_no_kernels
 from tamis.attention.checks import check_caches, check_like, check_positions, check_queries, check_start
+from tamis.attention.functional import why_no_kernels
 from tamis.attention.spec import NSASpec
 
 Caches = tuple[Tensor, Tensor, Tensor]  # compressed, selected, window
@@ -80,7 +80,7 @@ def decode_attention(
     """
     _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
     if use_kernels(q_BHD, kernels):
-        from tamis.attention.decode_kernels import decode
+        from tamis.attention.kernels.decode.step import decode
 
         return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec, into=into)
     outs, chosen = [], []

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.attention import banded, banded_keys
-from tamis.attention.bands import Rows
-from tamis.attention.compressed import compressed_band, compressed_forward
-from tamis.attention.mix import mix_backward, mix_forward
+from tamis.attention.kernels.banded import dkv as banded_keys
+from tamis.attention.kernels.banded import forward as banded
+from tamis.attention.kernels.banded.band import Rows
+from tamis.attention.kernels.compressed import compressed_band, compressed_forward
+from tamis.attention.kernels.gates import mix_backward, mix_forward
+from tamis.attention.kernels.selected.branch import selected_backward, selected_forward
+from tamis.attention.kernels.selection import select_from_lse
+from tamis.attention.kernels.window import window_band, window_forward
 from tamis.attention.ranges import marked
-from tamis.attention.selected import selected_backward, selected_forward
-from tamis.attention.selection import select_from_lse
 from tamis.attention.spec import NSASpec
-from tamis.attention.window import window_band, window_forward
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tamis.attention import backend as attention
+from tamis.attention import functional as attention
 from tamis.attention import reference
 from tamis.attention.spec import NSASpec
 

@@ -79,7 +79,7 @@ def _tile_error(
     tile: tuple[Any, ...] = (q, *caches, gates, spec)
     begin = start
     if on_device:
-        from tamis.attention.start import DeviceStart  # here, because a machine without a GPU may lack Triton
+        from tamis.attention.kernels.start import DeviceStart  # here, because a machine without a GPU may lack Triton
 
         begin = DeviceStart(start, torch.tensor([start], device=q.device))
     attend: Callable[..., Any] = tile_attention

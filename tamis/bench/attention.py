@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tamis.attention import backend
+from tamis.attention import functional as backend
 from tamis.attention.verify import verify
 from tamis.bench import attention_parts as things
 from tamis.bench.attention_parts import SHAPES, Shape, Timed

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.attention import NSASpec, nsa_attention, reference
-from tamis.attention.backend import why_no_kernels
+from tamis.attention.functional import why_no_kernels
 
 CLUSTER = 128  # neighbouring tokens that look for the same blocks, in clustered inputs
 DENSE = {"dense, cudnn": SDPBackend.CUDNN_ATTENTION, "dense, flash": SDPBackend.FLASH_ATTENTION}
@@ -110,11 +110,11 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     """The kernels of each branch alone, as the whole runs them."""
     if why_no_kernels(inputs[0].device, inputs[0].dtype, shape.dim):
         return
-    from tamis.attention.compressed import compressed_backward, compressed_forward
-    from tamis.attention.mix import mix_backward, mix_forward
-    from tamis.attention.selected import selected_backward, selected_forward
-    from tamis.attention.selection import select_from_lse
-    from tamis.attention.window import window_backward, window_forward
+    from tamis.attention.kernels.compressed import compressed_backward, compressed_forward
+    from tamis.attention.kernels.gates import mix_backward, mix_forward
+    from tamis.attention.kernels.selected.branch import selected_backward, selected_forward
+    from tamis.attention.kernels.selection import select_from_lse
+    from tamis.attention.kernels.window import window_backward, window_forward
 
     spec = shape.spec
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (x.detach() for x in inputs)

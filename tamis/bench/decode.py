@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.attention import NSASpec
-from tamis.attention.backend import describe
 from tamis.attention.decode import decode_attention
+from tamis.attention.functional import describe
 
 BATCHES, LENGTHS = (1, 8, 64), (8192, 16384, 32768, 65536)
 COLD_BYTES = 200 << 20  # what a round of calls touches in all: four times an H200's L2

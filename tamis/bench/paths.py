@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from tamis.attention import nsa_attention
-from tamis.attention.backend import why_no_kernels
+from tamis.attention.functional import why_no_kernels
 from tamis.config import Config, build_config
 from tamis.model import Decoder
 from tamis.model import nsa as nsa_layer
-from tamis.run.records import write_json_atomic
+from tamis.run.files.records import write_json_atomic
 from tamis.train.distributed import choose_device, device_name
-from tamis.train.probe import measure, random_batches
 from tamis.train.step import COMPUTE_DTYPE, autocast
+from tamis.train.tools.probe import measure, random_batches
 
 RESULTS = Path("artifacts/bench")
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from tamis.config import Config, build_config
-from tamis.size import parameter_count
+from tamis.config.size import parameter_count
 from tamis.train.distributed import choose_device
-from tamis.train.peak import Utilisation
-from tamis.train.probe import Measurement, NextTokens, Probe, random_batches
+from tamis.train.mfu import Utilisation
+from tamis.train.tools.probe import Measurement, NextTokens, Probe, random_batches
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS_PER_STEP = 65536

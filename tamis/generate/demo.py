@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
-from tamis.attention.backend import describe
 from tamis.attention.decode import reads
+from tamis.attention.functional import describe
 from tamis.config import Config, build_config, load_config
 from tamis.generate.graph import Stepper, TileReader
 from tamis.generate.load import device_for, load_model, precision_for, to_inference

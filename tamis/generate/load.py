@@ -15,8 +15,8 @@ from tamis.config import Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import Decoder
 from tamis.model.nsa import NSALayer
-from tamis.run import checkpoints
-from tamis.run.directory import RunDirectory
+from tamis.run.files import manifest as checkpoints
+from tamis.run.files.directory import RunDirectory
 
 EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
 Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
@@ -127,7 +127,7 @@ def _read_checkpoint(path: Path) -> Found:
     checkpoints.require_valid(path)
     try:
         if path.is_dir():
-            from tamis.train.checkpoint import read_checkpoint
+            from tamis.checkpoint.file import read_checkpoint
 
             state = read_checkpoint(path, torch.device("cpu"))
         else:  # mapped, so that the optimizer's state is never read

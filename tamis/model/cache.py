@@ -173,7 +173,7 @@ class Cache:
         start, layer = self.common_length(), self.layers[0]
         if not (isinstance(layer, NSACache) and layer.written_by_kernels and start >= layer.spec.w):
             return start
-        from tamis.attention.start import DeviceStart  # here, because a machine without a GPU may lack Triton
+        from tamis.attention.kernels.start import DeviceStart  # here, because a machine without a GPU may lack Triton
 
         return DeviceStart(self.max_len - tokens, self.positions_B)
 

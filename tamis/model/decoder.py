@@ -13,8 +13,8 @@ from tamis.config import Config
 from tamis.model.cache import Cache
 from tamis.model.dense import DenseLayer
 from tamis.model.layers import RMSNorm, Rotary, SwiGLU
-from tamis.model.loss import linear_cross_entropy
 from tamis.model.nsa import NSALayer, gate_statistics
+from tamis.model.ops.loss import linear_cross_entropy
 
 EMBEDDING_STD = 0.02
 MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other

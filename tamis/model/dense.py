@@ -10,8 +10,8 @@ from tamis.attention.decode import use_kernels
 from tamis.config import Config
 from tamis.model.cache import DenseCache
 from tamis.model.dense_attention import causal_attention
-from tamis.model.heads import split_heads
 from tamis.model.layers import Rotary
+from tamis.model.ops.heads import split_heads
 
 
 class DenseLayer(nn.Module):
@@ -34,7 +34,7 @@ class DenseLayer(nn.Module):
         end = start + x_BSE.shape[1]
         heads = self._heads(x_BSE)
         if use_kernels(heads):
-            from tamis.model.memory_kernels import remember_dense
+            from tamis.model.ops.cache_writes import remember_dense
 
             q = remember_dense(self, heads, cache, start)
         else:
@@ -48,7 +48,7 @@ class DenseLayer(nn.Module):
         """The output for one token of each sequence, at its own position; the capacity is known, the length is not."""
         heads = self._heads(x_BE[:, None])
         if use_kernels(heads):
-            from tamis.model.memory_kernels import remember_dense
+            from tamis.model.ops.cache_writes import remember_dense
 
             q = remember_dense(self, heads, cache, positions_B)[:, 0]
         else:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tamis.model.heads import turn
-from tamis.model.norm import add_and_norm
-from tamis.model.swiglu import swiglu
+from tamis.model.ops.heads import turn
+from tamis.model.ops.norm import add_and_norm
+from tamis.model.ops.swiglu import swiglu
 
 
 class RMSNorm(nn.Module):

@@ -11,8 +11,8 @@ from tamis.attention.decode import decode_attention, tile_attention
 from tamis.config import Config
 from tamis.model.cache import NSACache
 from tamis.model.compress import AverageCompression, LearnedCompression
-from tamis.model.heads import split_heads
 from tamis.model.layers import Rotary
+from tamis.model.ops.heads import split_heads
 
 TURNED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
@@ -78,7 +78,7 @@ class NSALayer(nn.Module):
     def _remember_tile(self, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
         """Write tokens from `start` on to the cache; their queries, and the window from their first key on."""
         if cache.written_by_kernels:
-            from tamis.model.memory_kernels import remember_tile
+            from tamis.model.ops.cache_writes import remember_tile
 
             return remember_tile(self, heads_BSCD, cache, start)
         end = start + heads_BSCD.shape[1]
@@ -98,7 +98,7 @@ class NSALayer(nn.Module):
     def _remember_step(self, heads_B1CD: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
         """Write one token of each sequence to the cache; their queries."""
         if cache.written_by_kernels:
-            from tamis.model.memory_kernels import remember_step
+            from tamis.model.ops.cache_writes import remember_step
 
             return remember_step(self, heads_B1CD, cache, positions_B)
         # Sequences stand where a tile's tokens stand: each has its own position.

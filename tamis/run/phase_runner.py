@@ -17,15 +17,15 @@ from typing import Any, Literal
 from rich.console import Console
 
 from tamis.config import Config, build_config
-from tamis.run.directory import RunDirectory
-from tamis.run.evidence import read_evidence
-from tamis.run.exit_codes import ExitCode
-from tamis.run.findings import Finding, findings_text, is_go, print_findings, utc, verdict
-from tamis.run.hardware import Gpu
-from tamis.run.info import describe_run, git_commit, write_info
+from tamis.run.checks.evidence import read_evidence
+from tamis.run.checks.findings import Finding, findings_text, is_go, print_findings, utc, verdict
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.hardware import Gpu
+from tamis.run.files.info import describe_run, git_commit, write_info
+from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.run.phases import PHASES, Phase
-from tamis.run.records import write_json_atomic, write_text_atomic
-from tamis.run.workers import trainer_command
+from tamis.run.supervise.workers import trainer_command
 
 Launch = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
 STOPPED_BY_REQUEST = (ExitCode.HALTED, ExitCode.PREEMPTED)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tamis.config import ConfigError
-from tamis.run import criteria, criteria_device, criteria_supervision
-from tamis.run.findings import Criterion
+from tamis.run.checks import criteria, criteria_device, criteria_supervision
+from tamis.run.checks.findings import Criterion
 
 FASTER_DATA = (
     "check the network, HF_DATASETS_CACHE and data.prefetch_batches; data.dataset: synthetic tells data from compute"

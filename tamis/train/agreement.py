@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import tamis
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, EndOfData
-from tamis.run.checkpoints import DamagedCheckpoint
-from tamis.run.lock import RunLocked
+from tamis.run.files.lock import RunLocked
+from tamis.run.files.manifest import DamagedCheckpoint
 from tamis.train.distributed import Workers
 from tamis.train.guards import Anomaly
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tamis.run.exit_codes import ExitCode
-from tamis.run.halt import HaltFile
-from tamis.run.heartbeat import Phase
-from tamis.run.signals import EXIT_CODE_OF, StopReason
-from tamis.train.session import Session
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.halt import HaltFile
+from tamis.run.files.heartbeat import Phase
+from tamis.run.worker.signals import EXIT_CODE_OF, StopReason
+from tamis.train.trainer import Session
 
 
 def train(session: Session) -> ExitCode:

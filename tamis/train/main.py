@@ -16,27 +16,27 @@ from typing import Any
 
 import torch
 
-from tamis.attention.backend import describe
+from tamis.attention.functional import describe
 from tamis.config import Config, ConfigError, load_config
+from tamis.config.size import flops_per_token, parameter_count
 from tamis.data import DataError, EndOfData
-from tamis.run.checkpoints import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
-from tamis.run.directory import RunDirectory
-from tamis.run.environment import describe_environment
-from tamis.run.exit_codes import ExitCode
-from tamis.run.halt import HaltFile
-from tamis.run.hardware import read_gpus
-from tamis.run.heartbeat import read_heartbeats
-from tamis.run.lock import RunLocked
-from tamis.run.records import write_json_atomic, write_text_atomic
-from tamis.run.signals import is_supervised
-from tamis.size import flops_per_token, parameter_count
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.environment import describe_environment
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.halt import HaltFile
+from tamis.run.files.hardware import read_gpus
+from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.lock import RunLocked
+from tamis.run.files.manifest import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
+from tamis.run.files.records import write_json_atomic, write_text_atomic
+from tamis.run.worker.signals import is_supervised
 from tamis.train.distributed import Workers, device_name, join
 from tamis.train.guards import Anomaly
 from tamis.train.loop import train
 from tamis.train.memory import out_of_memory_advice
-from tamis.train.session import Session
 from tamis.train.settings import apply_settings
 from tamis.train.step import COMPUTE_DTYPE
+from tamis.train.trainer import Session
 
 ALL_END_TOGETHER = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
 STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPTED: torchrun sends TERM to regroup

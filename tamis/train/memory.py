@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tamis.config import Config
-from tamis.run.directory import RunDirectory
-from tamis.run.records import write_json_atomic, write_text_atomic
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.train.distributed import Workers
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tamis.attention.ranges import marked
 from tamis.config import Config
 from tamis.model import Decoder
-from tamis.train import step_numbers
+from tamis.train import metrics as step_numbers
 from tamis.train.agreement import weights_differ
 from tamis.train.clock import Mark, mark, seconds_between
 from tamis.train.distributed import Workers, distribute, is_sharded, synchronised_only_if

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from tamis.config import Config
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import HeartbeatWriter, Phase
-from tamis.run.records import TRAINING_HEADER, VAL_HEADER, CsvLog
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import HeartbeatWriter, Phase
+from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog
+from tamis.train.console import Pace, Progress, ZScore
 from tamis.train.distributed import Workers
-from tamis.train.peak import Utilisation
-from tamis.train.progress import Pace, Progress, ZScore
+from tamis.train.mfu import Utilisation
 
 GIB = 1 << 30
 FETCH_WINDOW = 200  # steps whose fetch times give p50 and p95

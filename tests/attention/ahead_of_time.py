@@ -43,7 +43,8 @@ class TargetDriver:
 
 def record_launches(arch: int) -> dict[str, object]:
     """From now on launches compile for `arch` and land, compiled, in the returned dict."""
-    from tamis.attention import selected_rows, tiles
+    from tamis.attention.kernels import launch as tiles
+    from tamis.attention.kernels.selected import rows as selected_rows
 
     triton.runtime.driver.set_active(TargetDriver(arch))
     tiles.is_ampere = selected_rows.is_ampere = lambda x: arch < 90  # tensors of this process are on no GPU
@@ -110,7 +111,7 @@ def launch_step(
     dtype: torch.dtype, heads_per_group: int, dim: int, batch: int, window: int, cached: int = 4321
 ) -> None:
     """One query for each cached sequence. A window of one token is a number that Triton would make a constant."""
-    from tamis.attention.decode_kernels import decode
+    from tamis.attention.kernels.decode.step import decode
     from tamis.attention.spec import NSASpec
 
     spec, groups = NSASpec(w=window), 2

@@ -53,7 +53,7 @@ def poisoned_memory():
 
 def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, spec, slack=1.0):
     """Hold a branch's output and gradients to the reference, the gradients to `slack` times the limit."""
-    from tamis.attention.mix import mix_backward
+    from tamis.attention.kernels.gates import mix_backward
 
     exact = [x.detach().float().requires_grad_() for x in (q, k, v, gates)]
     expected = attend(*exact[:3], spec)

@@ -16,7 +16,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention.decode import decode_attention, reads  # isort: skip
-from tamis.attention.decode_kernels import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
+from tamis.attention.kernels.decode.step import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify_decode import require_decode, verify_decode  # isort: skip
 
@@ -105,7 +105,7 @@ def test_large_logits_stay_finite_and_right() -> None:
 
 @pytest.mark.parametrize("at_once", [16, 64, 1024])
 def test_many_blocks_are_ranked_by_runs_and_in_several_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tamis.attention.decode_kernels.SCORE_BLOCKS", at_once)
+    monkeypatch.setattr("tamis.attention.kernels.decode.step.SCORE_BLOCKS", at_once)
     spec = SPECS[0]
     assert_agrees(caches(spec, 1, 1400), torch.tensor([1398], device=DEVICE), spec)
 
@@ -162,7 +162,7 @@ def test_the_proof_on_a_device_passes_and_would_notice_a_wrong_kernel(monkeypatc
     spec = NSASpec(4, 2, 4, 3, 6)
     checks = verify_decode(DEVICE, torch.float32, 2, 1, 16, spec, kernels=True)
     assert [str(check) for check in checks if not check.passed] == []
-    monkeypatch.setattr("tamis.attention.decode_kernels.LOG2E", 1.45)  # scores a little too sharp
+    monkeypatch.setattr("tamis.attention.kernels.decode.step.LOG2E", 1.45)  # scores a little too sharp
     failed = [
         check.name for check in verify_decode(DEVICE, torch.float32, 2, 1, 16, spec, kernels=True) if not check.passed
     ]
@@ -195,7 +195,7 @@ import json, sys, torch
 from tests.attention.ahead_of_time import record_launches, resources
 arch = int(sys.argv[1])
 compiled = record_launches(arch)
-from tamis.attention import decode_kernels
+from tamis.attention.kernels.decode import step as decode_kernels
 from tamis.attention.spec import NSASpec
 decode_kernels.is_ampere, decode_kernels.launches_early = lambda q: arch < 90, lambda q: arch >= 90
 empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)

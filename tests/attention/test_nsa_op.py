@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
-from tamis.attention import NSASpec, backend, nsa_attention, op, reference, select_blocks
+from tamis.attention import NSASpec, nsa_attention, op, reference, select_blocks
+from tamis.attention import functional as backend
 
 SMALL = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 TINY = {"tokens": 45, "groups": 1, "heads_per_group": 2}

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
 from tamis.attention import NSASpec, op
 from tamis.attention.decode import Caches, kernel_tile, reference_tile, tile_attention
-from tamis.attention.start import DeviceStart
+from tamis.attention.kernels.start import DeviceStart
 
 __all__ = ["poisoned_memory"]
 
@@ -96,9 +96,9 @@ def test_a_tile_is_scored_and_listed_in_chunks_like_a_whole_sequence(poisoned_me
     spec = SPECS[1]
     inputs = inputs_of(spec, 200, groups=1, heads_per_group=1)
     whole = by_tiles(inputs, spec, [41])
-    monkeypatch.setattr("tamis.attention.selection.SCORE_BYTES", 4 * 128 * 50)
-    monkeypatch.setattr("tamis.attention.selected_lists.LARGE", 256)  # segments of 64 queries
-    monkeypatch.setattr("tamis.attention.selected_union.WORTHWHILE", 0.5)  # no union is short enough
+    monkeypatch.setattr("tamis.attention.kernels.selection.SCORE_BYTES", 4 * 128 * 50)
+    monkeypatch.setattr("tamis.attention.kernels.selected.lists.LARGE", 256)  # segments of 64 queries
+    monkeypatch.setattr("tamis.attention.kernels.selected.union.WORTHWHILE", 0.5)  # no union is short enough
     for got, want in zip(by_tiles(inputs, spec, [41]), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tamis.bench import train as bench
-from tamis.train.probe import Probe
+from tamis.train.tools.probe import Probe
 from tests.train.processes import tiny_config
 
 

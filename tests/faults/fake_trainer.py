@@ -21,14 +21,14 @@ import time
 from pathlib import Path
 
 from tamis.config import Config, load_config
-from tamis.run import checkpoints
-from tamis.run.directory import RunDirectory
-from tamis.run.exit_codes import ExitCode
-from tamis.run.halt import HaltFile
-from tamis.run.heartbeat import HeartbeatWriter
-from tamis.run.lock import RunLock
-from tamis.run.records import TRAINING_HEADER, VAL_HEADER, CsvLog, write_atomic
-from tamis.run.signals import EXIT_CODE_OF, StopSignals
+from tamis.run.files import manifest as checkpoints
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.halt import HaltFile
+from tamis.run.files.heartbeat import HeartbeatWriter
+from tamis.run.files.lock import RunLock
+from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, write_atomic
+from tamis.run.worker.signals import EXIT_CODE_OF, StopSignals
 
 SAVE_STAGES = ("before", "half written", "before rename", "before manifest", "after")
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, build_config
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import Heartbeat, HeartbeatFollower
-from tamis.run.records import write_text_atomic
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import Heartbeat, HeartbeatFollower
+from tamis.run.files.records import write_text_atomic
 from tests.faults.launched import as_operators_do
 
 PATIENCE_S = 250.0  # a hang must fail the test, not a machine that is busy
@@ -209,7 +209,7 @@ def reap() -> None:
 
 def slow_down(part: str = "", step: int = 0, seconds: float = 0.0) -> None:
     """Let one part of the trainer stand still once it is reached."""
-    from tamis.train import session
+    from tamis.train import trainer as session
     from tamis.train.step import TrainStep
 
     def standing_still(function: Callable[..., Any], at: Callable[[Any], int]) -> Callable[..., Any]:

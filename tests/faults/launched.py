@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, build_config, load_config
-from tamis.run.checkpoints import latest_valid_checkpoint
-from tamis.run.directory import RunDirectory
-from tamis.run.events import read_events
-from tamis.run.heartbeat import Heartbeat, read_heartbeats
-from tamis.run.ladder import Grace
-from tamis.run.lock import RunLocked
-from tamis.run.restarts import RestartBudget
-from tamis.run.supervisor import LaunchOptions, launch
-from tamis.run.watchdog import Limits, limits_for
-from tamis.run.workers import trainer_command
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.lock import RunLocked
+from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.supervise.escalation import Grace
+from tamis.run.supervise.restarts import RestartBudget
+from tamis.run.supervise.stall_rules import Limits, limits_for
+from tamis.run.supervise.supervisor import LaunchOptions, launch
+from tamis.run.supervise.workers import trainer_command
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 QUICKER = 0.04  # the floor of two minutes becomes 4.8 seconds: more than a loaded machine takes from a healthy process

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tamis.config import Config
-from tamis.run.checkpoints import latest_valid_checkpoint
-from tamis.run.directory import RunDirectory
-from tamis.run.ladder import Grace
-from tamis.run.lock import RunLock
-from tamis.run.watch import watch
-from tamis.run.watchdog import Limits
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.lock import RunLock
+from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.supervise.escalation import Grace
+from tamis.run.supervise.stall_rules import Limits
+from tamis.run.supervise.watch import watch
 from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_config
 from tests.faults.launched import as_operators_do, with_patience
 
@@ -214,7 +214,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", str(disk)], 
 config = (disk.parent / "config.yaml")
 train = [sys.executable, "-m", "tamis.train.main", "--config", str(config)]
 first = subprocess.run([*train, "train.keep_checkpoints=0"], capture_output=True, text=True)  # room for two
-from tamis.run.checkpoints import latest_valid_checkpoint
+from tamis.run.files.manifest import latest_valid_checkpoint
 newest = latest_valid_checkpoint(disk / "out")
 for old in (disk / "out").glob("checkpoint_step4.*"):
     old.unlink()  # what the message asks for

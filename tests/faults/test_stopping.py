@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tamis.run.events import read_events
-from tamis.run.lock import ProcessId
+from tamis.run.files.events import read_events
+from tamis.run.files.lock import ProcessId
 from tests.faults.launched import PATIENCE_S, assert_ends_as_unbroken
 
 HELD = {"FAKE_HOLD": "7"}  # stands inside step 7 until it is let go on

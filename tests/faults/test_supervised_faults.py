@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tamis.run.checkpoints import latest_valid_checkpoint
-from tamis.run.events import read_events
-from tamis.run.lock import ProcessId
+from tamis.run.files.events import read_events
+from tamis.run.files.lock import ProcessId
+from tamis.run.files.manifest import latest_valid_checkpoint
 from tests.faults.fake_trainer import SAVE_STAGES
 from tests.faults.launched import HURRIED, PATIENCE_S, assert_ends_as_unbroken, tiny_config
 

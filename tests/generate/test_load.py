@@ -12,8 +12,8 @@ from tamis.config import Config, ConfigError, build_config
 from tamis.generate.command import gather_prompts, generate_command
 from tamis.generate.load import load_model
 from tamis.model import Decoder
-from tamis.run import checkpoints
-from tamis.run.directory import RunDirectory
+from tamis.run.files import manifest as checkpoints
+from tamis.run.files.directory import RunDirectory
 from tests.generate.test_sample import small_config, small_model
 
 
@@ -153,7 +153,7 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "safetensors"])
 def test_what_convert_writes_is_loaded(kind: str, tmp_path: Path) -> None:
-    from tamis.train.convert import convert
+    from tamis.checkpoint.convert import convert
 
     model = small_model()
     name = "checkpoint_step7.pt" if kind == "folder" else "weights.safetensors"

@@ -17,11 +17,11 @@ ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 
 
 def launch_everything(dtype: torch.dtype) -> None:
-    from tamis.model.heads_kernel import join_heads_rows, split_heads_rows
-    from tamis.model.loss_kernel import cross_entropy_rows_
-    from tamis.model.norm_kernel import add_and_norm_rows, add_and_norm_rows_backward
     from tamis.model.nsa import TURNED
-    from tamis.model.swiglu_kernel import swiglu_rows, swiglu_rows_backward
+    from tamis.model.ops.heads_kernel import join_heads_rows, split_heads_rows
+    from tamis.model.ops.loss_kernel import cross_entropy_rows_
+    from tamis.model.ops.norm_kernel import add_and_norm_rows, add_and_norm_rows_backward
+    from tamis.model.ops.swiglu_kernel import swiglu_rows, swiglu_rows_backward
 
     logits, targets = torch.empty(ROWS, PADDED, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
     for write_gradient in (False, True):
@@ -42,7 +42,7 @@ def remember_everything(dtype: torch.dtype) -> None:
     """Tiles and steps of both kinds of layer write to their caches."""
     from tamis.config import load_config
     from tamis.model import Decoder
-    from tamis.model.memory_kernels import remember_dense, remember_step, remember_tile
+    from tamis.model.ops.cache_writes import remember_dense, remember_step, remember_tile
 
     for attention in ("nsa", "dense"):
         config = load_config(None, ["model.n_layers=1", f"model.attention={attention}", "data.tokenizer=byte"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.model import Decoder
-from tamis.model.loss import linear_cross_entropy
+from tamis.model.ops.loss import linear_cross_entropy
 from tests.model.tiny import random_tokens, tiny_config, tiny_model
 
 KINDS = ["model.attention=nsa", "model.attention=dense"]

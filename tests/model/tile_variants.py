@@ -12,12 +12,12 @@ import triton
 from triton import knobs
 
 from tamis.attention.decode import kernel_tile
-from tamis.attention.start import DeviceStart
+from tamis.attention.kernels.start import DeviceStart
 from tamis.config import load_config
 from tamis.model.cache import NSACache
 from tamis.model.layers import Rotary
-from tamis.model.memory_kernels import remember_tile
 from tamis.model.nsa import NSALayer
+from tamis.model.ops.cache_writes import remember_tile
 from tests.attention.ahead_of_time import TargetDriver
 
 TILE, TILES, SPARE = 4096, 16, 32

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 from tamis.config import Config, build_config
-from tamis.run import heartbeat
-from tamis.run.checkpoints import write_manifest
-from tamis.run.directory import RunDirectory
-from tamis.run.events import EventLog
-from tamis.run.hardware import Gpu
-from tamis.run.heartbeat import HeartbeatWriter
-from tamis.run.info import describe_run, write_info
-from tamis.run.records import TRAINING_HEADER, VAL_HEADER, CsvLog
+from tamis.run.files import heartbeat
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import EventLog
+from tamis.run.files.hardware import Gpu
+from tamis.run.files.heartbeat import HeartbeatWriter
+from tamis.run.files.info import describe_run, write_info
+from tamis.run.files.manifest import write_manifest
+from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog
 
 DEAD_PID = 2**22 + 1  # above the largest pid Linux gives
 GPUS = [Gpu(i, "NVIDIA A100 80GB PCIe", 81_920, 60_000, 96 - i, "570.1") for i in range(2)]
@@ -55,7 +55,7 @@ def fabricate(out: Path, story: Story | None = None, config: Config | None = Non
     (run.tensorboard).mkdir(exist_ok=True)
     (run.tensorboard / "events.out.tfevents.1").write_bytes(b"x" * 64)
     ticking = SimpleNamespace(time=lambda: clock, monotonic=lambda: clock - story.starts_at + 1000)
-    with mock.patch.object(heartbeat, "time", ticking), mock.patch("tamis.run.events.time", ticking):
+    with mock.patch.object(heartbeat, "time", ticking), mock.patch("tamis.run.files.events.time", ticking):
         EventLog(run, by="supervisor").record("start", f"started {story.processes} workers", watch=True)
         writers = [_writer(run, rank, story) for rank in range(story.processes)]
         for phase in ("boot", "loader_ready", "compile"):

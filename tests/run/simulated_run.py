@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tamis.run.health import judge_health
-from tamis.run.heartbeat import Heartbeat, Phase
-from tamis.run.history import RunHistory
-from tamis.run.lock import ProcessState
-from tamis.run.watchdog import Alarm, Limits, judge
+from tamis.run.files.events import Alarm
+from tamis.run.files.heartbeat import Heartbeat, Phase
+from tamis.run.files.lock import ProcessState
+from tamis.run.supervise.health_rules import judge_health
+from tamis.run.supervise.history import RunHistory
+from tamis.run.supervise.stall_rules import Limits, judge
 
 LOOK_EVERY_S = 1.0
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from tamis.config import Config, ConfigError, build_config
 from tamis.run import phase_runner
-from tamis.run.directory import RunDirectory
-from tamis.run.exit_codes import ExitCode
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.exit_codes import ExitCode
 from tamis.run.phase_runner import launch_by_phases, read_go_no_go
 from tamis.run.phases import PHASES, parse_phase_steps
 from tests.run.fabricate import GPUS, Story, fabricate

@@ -44,7 +44,7 @@ WAIT_S = 200.0  # far more than anything here takes: a hang must fail the test, 
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["tamis.train.main", "tamis.train.fsdp", "tamis.train.sharded_checkpoint", "torch._dynamo", "torch._inductor"]
+    ["tamis.train.main", "tamis.train.fsdp", "tamis.checkpoint.sharded", "torch._dynamo", "torch._inductor"]
 )
 
 

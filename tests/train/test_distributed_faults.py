@@ -18,10 +18,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tamis.config import Config
 from tamis.data import DataError
 from tamis.data.loader import Batch, Loader
-from tamis.run.checkpoints import latest_valid_checkpoint
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import read_heartbeats
-from tamis.train import agreement, main, session
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.train import agreement, main
+from tamis.train import trainer as session
 from tamis.train.step import TrainStep
 from tests.train.processes import Ranks, ranks, run_ranks, tiny_config, train_rank, wait_until
 

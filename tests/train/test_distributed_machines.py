@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tamis.run.checkpoints import latest_valid_checkpoint
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.manifest import latest_valid_checkpoint
 from tests.train.processes import WAIT_S, free_port, tiny_config, wait_until
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import read_heartbeats
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import read_heartbeats
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

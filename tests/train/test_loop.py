@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tamis.run.exit_codes import ExitCode
+from tamis.run.files.exit_codes import ExitCode
 from tamis.train.loop import _ended
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tamis.config import Config, Train
 from tamis.model import Decoder
-from tamis.train import step_numbers
+from tamis.train import metrics as step_numbers
 from tamis.train.distributed import Workers
 from tamis.train.optimizer import build_optimizer, learning_rate, loss_scaler
 from tamis.train.step import TrainStep

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tamis.checkpoint.file import read_checkpoint
+from tamis.checkpoint.sharded import flatten
 from tamis.config import Config
 from tamis.data.loader import Batch, Loader
-from tamis.run.directory import RunDirectory
+from tamis.run.files.directory import RunDirectory
 from tamis.train import main
-from tamis.train.checkpoint import read_checkpoint
-from tamis.train.session import Session
-from tamis.train.sharded_checkpoint import flatten
+from tamis.train.trainer import Session
 from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
 
 KILLS = 10

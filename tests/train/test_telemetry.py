@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tamis.config import load_config
-from tamis.run.directory import RunDirectory
-from tamis.run.heartbeat import read_heartbeats
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import read_heartbeats
+from tamis.train.console import Progress
 from tamis.train.distributed import Workers
-from tamis.train.peak import Utilisation, peak_tflops
-from tamis.train.progress import Progress
+from tamis.train.mfu import Utilisation, peak_tflops
 from tamis.train.telemetry import StepNote, StepReport, Telemetry
 
 CPU = torch.device("cpu")

@@ -1,0 +1,295 @@
+"""Triton: gradients of the keys and values of `banded`: keys outside, the rows that see them inside.
+
+Two kernels. One reads rows through pointers and takes any group. Where a tile of rows is whole tokens, the other has
+them copied by the tensor memory accelerator; freed of addresses its scores are [keys, rows], so that p and ds go from
+registers into the products, and one loop masks tiles of rows under a branch.
+
+Few keys and many rows (the compressed branch): the rows are split over programs, and the partial sums are added in a
+fixed order. Copied rows are shared where it pays: programs that run together walk the same ones. Shapes as in `banded`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tamis.attention.kernels.banded.band import Band, Rows
+from tamis.attention.kernels.banded.tiles import load_keys, load_rows, rows_from, visible
+from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
+from tamis.attention.kernels.row_statistics import gather_statistics
+
+PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
+MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
+LEAST_COPY = 16  # bytes of a row that the accelerator copies
+# From so many keys on, copied: twice the programs, which walk the same rows together.
+MANY_KEYS = 1024
+
+
+@triton.jit
+def _row_tiles(
+    first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+):
+    """First token that sees keys first…last; tiles of rows from there, and which of them see all keys."""
+    t_begin, t_end = first * STRIDE + L - 1, S
+    t_whole, t_whole_end = last * STRIDE + L - 1, S
+    if W > 0:
+        t_end = tl.minimum(last + W, S)
+        t_whole_end = tl.minimum(first + W, S)
+    tiles = tl.cdiv((t_end - t_begin) * R, BM)
+    whole_first = tl.minimum(tl.cdiv((t_whole - t_begin) * R, BM), tiles)
+    whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
+    return t_begin, tiles, whole_first, whole_end
+
+
+@triton.jit
+def _split(tiles, split, SPLITS):
+    """A split's first tile of rows, and the one after its last."""
+    return tiles * split // SPLITS, tiles * (split + 1) // SPLITS
+
+
+@triton.jit
+def _shared_split(
+    tiles, split, SPLITS, first, S, L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+):
+    """The same where a split takes the same rows for every tile of keys, as far as they see key `first`."""
+    begin, end = _split(tl.cdiv((S - L + 1) * R, BM), split, SPLITS)
+    before = first * STRIDE * R // BM
+    begin = tl.minimum(tl.maximum(begin - before, 0), tiles)
+    end = tl.minimum(tl.maximum(end - before, 0), tiles)
+    return begin, tl.where(split == SPLITS - 1, tiles, end)
+
+
+@triton.jit
+def _step(
+    k, v, q, dout, lse, gate, delta, first, S, key, dk, dv, scale, stride_qs, stride_qh, stride_os, stride_oh,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows; those that see all keys (not MASKED) exist, too."""
+    t0, away, r, alive = rows_from(first, S, R, BM)
+    q_tile = load_rows(q, t0, away, r, alive, stride_qs, stride_qh, D, DP, MASKED)
+    dout_tile = load_rows(dout, t0, away, r, alive, stride_os, stride_oh, D, DP, MASKED)
+    scalar = r * S + away
+    if MASKED:
+        lse2 = tl.load(lse + t0 + scalar, mask=alive, other=float("inf")) * 1.4426950408889634  # no row, no weight
+        delta_row = tl.load(delta + t0 + scalar, mask=alive, other=0.0)
+        gate_row = tl.load(gate + t0 + scalar, mask=alive, other=0.0)
+    else:
+        lse2 = tl.load(lse + t0 + scalar) * 1.4426950408889634
+        delta_row = tl.load(delta + t0 + scalar)
+        gate_row = tl.load(gate + t0 + scalar)
+    s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
+    p = tl.exp2(s * scale - lse2[:, None])
+    if MASKED:
+        p = tl.where(visible(t0 + away[:, None], key[None, :], L, STRIDE, W), p, 0.0)
+    dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
+    # Gradients are summed transposed, so that p and ds are right-hand sides and reach shared memory as they are.
+    dv = tl.dot(tl.trans(dout_tile), (p * gate_row[:, None]).to(dout_tile.dtype), dv, input_precision=PRECISION)
+    ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+    dk = tl.dot(tl.trans(q_tile), ds.to(q_tile.dtype), dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
+def _dkv_kernel(
+    q, k, v, lse, dout, gate, delta, dk_out, dv_out,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys from one split of the rows that see it; outputs are [SPLITS,B,N,G,D]."""
+    bg = tl.program_id(0) % (B * G)
+    split = tl.program_id(0) // (B * G) % SPLITS
+    tile = tl.program_id(0) // (B * G) // SPLITS  # the first keys are seen by most rows: longest first
+    b, g = (bg // G).to(tl.int64), bg % G
+    first = tile * BN
+    last = tl.minimum(first + BN, N) - 1
+    k += b * stride_kb + g * stride_kg
+    v += b * stride_vb + g * stride_vg
+    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
+    q += b * stride_qb + g * R * stride_qh
+    dout += b * stride_ob + g * R * stride_oh
+    lse += (b * G + g) * R * S
+    delta += (b * G + g) * R * S
+    gate += (b * G + g) * R * S
+
+    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    mine, mine_end = _split(tiles, split, SPLITS)
+    key = first + tl.arange(0, BN)
+    dk = tl.zeros([DP, BN], tl.float32)
+    dv = tl.zeros([DP, BN], tl.float32)
+    for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
+        dk, dv = _step(
+            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            stride_qs, stride_qh, stride_os, stride_oh,
+            L, STRIDE, W, R, D, DP, BM, PRECISION, False,
+        )  # fmt: skip
+    left = tl.maximum(tl.minimum(mine_end, whole_first) - mine, 0)
+    right_first = tl.maximum(mine, whole_end)
+    for e in range(left + tl.maximum(mine_end - right_first, 0)):
+        j = tl.where(e < left, mine + e, right_first + e - left)
+        dk, dv = _step(
+            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            stride_qs, stride_qh, stride_os, stride_oh,
+            L, STRIDE, W, R, D, DP, BM, PRECISION, True,
+        )  # fmt: skip
+
+    column = tl.arange(0, DP)
+    at = (((split * B + b) * N + key) * G + g)[:, None] * D + column[None, :]
+    mask = (key < N)[:, None] & (column < D)[None, :]
+    dk *= softmax_scale
+    tl.store(dk_out + at, tl.trans(dk).to(dk_out.dtype.element_ty), mask=mask)
+    tl.store(dv_out + at, tl.trans(dv).to(dv_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _statistics_of(statistics, at, head, BM: tl.constexpr):
+    """A tile's log-sum-exp, delta and gate by one copy; it takes four planes, the last of them out of bounds."""
+    planes = tl.reshape(statistics.load([0, at, head]), [4, BM])
+    even, odd = tl.split(tl.reshape(tl.trans(planes), [BM, 2, 2]))
+    lse2, gate = tl.split(even)
+    delta, _ = tl.split(odd)
+    return lse2, delta, gate
+
+
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
+def _dkv_copied_kernel(
+    q, k, v, dout, statistics, dk_out, dv_out,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_dkv_kernel`; q and dout are descriptors of [B·S,H,D], statistics of [3,B·S,H]: lse (base 2), delta, gate.
+
+    delta comes without its gate: weights are gated once, for dv and for ds.
+
+    With a window, and without one if TOGETHER, programs that run at once walk the same rows at the same time: they read
+    them from the L2 cache.
+    """
+    TOKENS: tl.constexpr = BM // R
+    key_tiles = tl.cdiv(N, BN)
+    if W > 0:
+        bg, rest = tl.program_id(0) // (key_tiles * SPLITS), tl.program_id(0) % (key_tiles * SPLITS)
+    else:
+        bg, rest = tl.program_id(0) % (B * G), tl.program_id(0) // (B * G)
+    if TOGETHER:
+        split, tile = rest // key_tiles, rest % key_tiles
+    else:
+        split, tile = rest % SPLITS, rest // SPLITS  # the first keys are seen by most rows: longest first
+    b, g = bg // G, bg % G
+    first = tile * BN
+    last = tl.minimum(first + BN, N) - 1
+    k += b.to(tl.int64) * stride_kb + g * stride_kg
+    v += b.to(tl.int64) * stride_vb + g * stride_vg
+    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
+
+    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    mine, mine_end = _split(tiles, split, SPLITS)
+    if TOGETHER:
+        mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
+    count, turned = mine_end - mine, 0
+    if W > 0:  # tile after tile round and round the sequence: all programs that see a tile of rows take it in one step
+        turned = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
+    key = first + tl.arange(0, BN)
+    dk = tl.zeros([BN, DP], tl.float32)
+    dv = tl.zeros([BN, DP], tl.float32)
+    for step in tl.range(0, count, num_stages=STAGES):
+        j = mine + step
+        if W > 0:
+            j = mine + tl.where(step + turned >= count, step + turned - count, step + turned)
+        t0 = t_begin + j * TOKENS
+        q_tile = tl.reshape(q.load([b * S + t0, g * R, 0]), [BM, DP])
+        dout_tile = tl.reshape(dout.load([b * S + t0, g * R, 0]), [BM, DP])
+        lse2, delta_row, gate_row = _statistics_of(statistics, b * S + t0, g * R, BM)
+        if step < count:  # always: see `banded_tiles`
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # under way while p is computed
+            p = tl.exp2(s * scale - lse2[None, :]) * gate_row[None, :]
+            if (j < whole_first) | (j >= whole_end):
+                token = t0 + tl.arange(0, BM)[None, :] // R
+                p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
+            dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+            ds = p * (dp - delta_row[None, :])
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+
+    column = tl.arange(0, DP)
+    at = (((split * B + b).to(tl.int64) * N + key) * G + g)[:, None] * D + column[None, :]
+    mask = (key < N)[:, None] & (column < D)[None, :]
+    dk *= softmax_scale
+    tl.store(dk_out + at, dk.to(dk_out.dtype.element_ty), mask=mask)
+    tl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["size", "SPLITS"])
+def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    dk_sum = tl.zeros([BLOCK], tl.float32)
+    dv_sum = tl.zeros([BLOCK], tl.float32)
+    for _ in range(SPLITS):  # always in this order, so that the bits repeat
+        dk_sum += tl.load(dk_parts + index, mask=mask, other=0.0)
+        dv_sum += tl.load(dv_parts + index, mask=mask, other=0.0)
+        dk_parts += size
+        dv_parts += size
+    tl.store(dk + index, dk_sum.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + index, dv_sum.to(dv.dtype.element_ty), mask=mask)
+
+
+def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """(dk, dv) of one branch; `dout` is the mixed output's gradient, not yet times this branch's gate."""
+    q, dout, k, v = unit_last_stride(q), unit_last_stride(dout), band.k, band.v
+    B, S, H, D = q.shape
+    N, G = k.shape[1:3]
+    R, scale = H // G, D**-0.5
+    dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
+    if N == 0:
+        return dk, dv
+    copied = copies_rows(q, dout, R)
+    many = copied and not band.window and N >= MANY_KEYS
+    tile = tile_for("dkv", q, copied)
+    key_tiles = triton.cdiv(N, tile.keys) * B * G
+    programs = PROGRAMS_WANTED * (2 if many else 1)
+    splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // key_tiles))
+    parts = [dk, dv]
+    if splits > 1:
+        parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
+    grid = (key_tiles * splits,)
+    numbers = (B, S, N, G, splits, scale, scale * LOG2E)
+    constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}
+    constants |= {"DP": padded(D), "BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
+    if copied:
+        statistics = gather_statistics(rows.lse, rows.delta, rows.gate.transpose(1, 2), gated=False).view(3, B * S, H)
+        described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [4, tile.rows // R, R])
+        walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
+        _dkv_copied_kernel[grid](
+            walked[0], k, v, walked[1], described, *parts, *band.strides, *numbers,
+            TOGETHER=many, STAGES=tile.stages, **constants,
+        )  # fmt: skip
+    else:
+        _dkv_kernel[grid](
+            q, k, v, rows.lse, dout, rows.gate, rows.delta, *parts, *q.stride()[:3], *band.strides, *dout.stride()[:3],
+            *numbers, **constants,
+        )  # fmt: skip
+    if splits > 1:
+        _sum_splits_kernel[(triton.cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
+    return dk, dv
+
+
+def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
+    """Whether tiles of rows can be copied: whole tokens, and sequences that follow each other at one distance."""
+    if not copies_tiles(heads, q, dout):
+        return False
+    joined = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, dout))
+    return joined and heads * 4 % LEAST_COPY == 0 and tile_for("dkv", q, copied=True).rows % heads == 0
+
+
+def _described_rows(x: Tensor, tokens: int, heads: int) -> TensorDescriptor:
+    B, S, H, D = x.shape
+    return TensorDescriptor(x, [B * S, H, D], [*x.stride()[1:]], [tokens, heads, padded(D)])

@@ -1,0 +1,1 @@
+"""One query per sequence over its caches."""

@@ -1,0 +1,351 @@
+"""Triton: one query of each sequence over its caches, in two launches; nothing is read back by the host.
+
+`_scan_kernel` walks the compressed blocks, split over programs, and leaves every split's output and log-sum-exp, and
+the logits. Where there are many sequences it walks the blocks of two groups at once: a head's query stands where its
+group's numbers stand in a row of keys, with zeros elsewhere, so that one product serves both. In `_finish_kernel` some
+programs of a group choose the blocks and walk their share of the chosen tokens, others the window, one merges what the
+scan left, and the last to arrive adds it all up under the gates, in a fixed order. So memory is read while blocks are
+chosen.
+
+Shapes: B sequences, H heads, G groups, R = H/G, D head dim, N compressed blocks, X splits (compressed, selected,
+window, then the merged compressed one), 2: key, then value. Logits and log-sum-exps are in base 2.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tamis.attention.kernels.decode.choice import UNUSED, chosen_blocks
+from tamis.attention.kernels.launch import LOG2E, Tile, is_ampere, padded, precision, unit_last_stride
+from tamis.attention.spec import NSASpec
+
+FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
+SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch, before groups are packed
+WALKERS = 128  # of chosen tokens, in the second: each chooses the blocks anew, so one for each multiprocessor
+MOST_WALKERS = 8  # of one pair
+MOST_SPLITS = 64  # of one branch; merging more costs more than the shorter walk saves
+LEAST_ROWS = 16  # of a product
+SCORE_BLOCKS = 1024  # selection blocks scored at once, in registers
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Over how many programs each branch of one (query, group) is spread."""
+
+    compressed: int
+    window: int
+    selected: int
+
+    @property
+    def total(self) -> int:
+        return self.compressed + self.window + self.selected + 1
+
+
+@triton.jit
+def _softmax_step(
+    q, kv, row, seen, column, stride_t, stride_2, m, total, acc, scale, D: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One tile of keys, found at `row`; also its logits, −inf where unseen."""
+    at = kv + row.to(tl.int64)[:, None] * stride_t + column[None, :]
+    mask = seen[:, None] & (column < D)[None, :]
+    k_tile = tl.load(at, mask=mask, other=0.0)
+    v_tile = tl.load(at + stride_2, mask=mask, other=0.0)
+    logits = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
+    logits = tl.where(seen[None, :], logits, float("-inf"))
+    m_new = tl.maximum(m, tl.max(logits, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(logits - m_safe[:, None])
+    shrink = tl.exp2(m - m_safe)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+    return m_new, total * shrink + tl.sum(p, 1), acc, logits
+
+
+@triton.jit
+def _store_split(part, part_lse, part_reads, at, m, total, acc, reads, R: tl.constexpr, RP: tl.constexpr,
+                 D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    """The normalised output of one split, its log-sum-exp, and how many keys it read."""
+    r = tl.arange(0, RP)
+    column = tl.arange(0, DP)
+    some = total > 0.0
+    out = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, m + tl.log2(total), float("-inf"))
+    mask = (r < R)[:, None] & (column < D)[None, :]
+    tl.store(part + at * R * D + r[:, None] * D + column[None, :], out, mask=mask)
+    tl.store(part_lse + at * R + r, lse, mask=r < R)
+    tl.store(part_reads + at, reads)
+
+
+@triton.jit
+def _load_query(q, query, group, stride_q, stride_h, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr,
+                DP: tl.constexpr):  # fmt: skip
+    r = tl.arange(0, RP)
+    column = tl.arange(0, DP)
+    at = q + query * stride_q + (group * R + r)[:, None] * stride_h + column[None, :]
+    return tl.load(at, mask=(r < R)[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads, R: tl.constexpr, RP: tl.constexpr,
+                  PACK: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The same of PACK groups from `qg` on: of each row the part that is its group's."""
+    r = tl.arange(0, RP)
+    column = tl.arange(0, PACK * D)
+    some = total > 0.0
+    out = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, m + tl.log2(total), float("-inf"))
+    at = ((qg + r // R) * x + split) * R + r % R
+    own = (column // D)[None, :] == (r // R)[:, None]
+    tl.store(part + at[:, None] * D + (column % D)[None, :], out, mask=own & (r < PACK * R)[:, None])
+    tl.store(part_lse + at, lse, mask=r < PACK * R)
+    for g in tl.static_range(PACK):
+        tl.store(part_reads + (qg + g) * x + split, reads)
+
+
+@triton.jit(do_not_specialize=["G", "x"])
+def _scan_kernel(
+    q, positions, compressed, part, part_lse, part_reads, logits, arrived,
+    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, row_length, G, x, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # the second kernel may take its place; it waits there for the end of this one
+    pack = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    query, group = pack // (G // PACK), pack % (G // PACK) * PACK
+    qg = query * G + group
+    seen_tokens = tl.load(positions + query).to(tl.int32) + 1
+    WIDTH: tl.constexpr = D if PACK == 1 else PACK * D  # of a row of keys; packed only where D is a power of two
+    column = tl.arange(0, PACK * DP)
+    r = tl.arange(0, RP)
+    if PACK == 1:
+        q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
+    else:
+        own = ((column // D)[None, :] == (r // R)[:, None]) & (r < PACK * R)[:, None]
+        at_q = q + query * stride_q + (group * R + r)[:, None] * stride_h + (column % D)[None, :]
+        q_tile = tl.load(at_q, mask=own, other=0.0)
+    m = tl.full([RP], float("-inf"), tl.float32)
+    total = tl.zeros([RP], tl.float32)
+    acc = tl.zeros([RP, PACK * DP], tl.float32)
+    blocks = tl.maximum((seen_tokens - L + STRIDE) // STRIDE, 0)
+    share = tl.cdiv(tl.cdiv(blocks, tl.num_programs(1)), BN) * BN
+    begin = split * share
+    end = tl.minimum(begin + share, blocks)
+    compressed += query * stride_cb + group * stride_cg
+    logits += qg * R * row_length
+    for first in range(begin, end, BN):
+        i = first + tl.arange(0, BN)
+        m, total, acc, s = _softmax_step(
+            q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, WIDTH, PRECISION
+        )
+        tl.store(logits + r[:, None] * row_length + i[None, :], s, mask=(r < PACK * R)[:, None] & (i < end)[None, :])
+    reads = tl.maximum(end - begin, 0)
+    if PACK == 1:
+        _store_split(part, part_lse, part_reads, qg * x + split, m, total, acc, reads, R, RP, D, DP)
+    else:
+        _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads, R, RP, PACK, D)
+    if split == 0:
+        for g in tl.static_range(PACK):
+            tl.store(arrived + qg + g, 0)
+
+
+@triton.jit
+def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.constexpr):
+    """`gate · branch` from the splits of a branch; `row` and `at` are each element's head and place in a split.
+
+    Every thread reads its own elements and their heads' log-sum-exps, so that none waits for another.
+    """
+    m = tl.full(row.shape, float("-inf"), tl.float32)
+    for x in tl.range(0, splits, loop_unroll_factor=8):
+        m = tl.maximum(m, tl.load(part_lse + x * R + row, mask=mask, other=float("-inf"), cache_modifier=".cg"))
+    m = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.zeros(row.shape, tl.float32)
+    mixed = tl.zeros(row.shape, tl.float32)
+    for x in tl.range(0, splits, loop_unroll_factor=8):
+        lse = tl.load(part_lse + x * R + row, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(lse - m)
+        total += weight
+        mixed += weight * tl.load(part + x * R * D + at, mask=mask, other=0.0, cache_modifier=".cg")
+    gate = tl.load(gate + row * 3, mask=mask, other=0.0).to(tl.float32)
+    return mixed * (gate / tl.where(total > 0.0, total, 1.0))
+
+
+@triton.jit(do_not_specialize=["slots", "G", "x_cmp", "x_win", "x_sel"])
+def _finish_kernel(
+    q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
+    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
+    row_length, slots, G, x_cmp, x_win, x_sel, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
+    NP: tl.constexpr, BJ: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    x = x_cmp + x_sel + x_win + 1
+    qg = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    query, group = qg // G, qg % G
+    part += qg * x * R * D
+    part_lse += qg * x * R
+    gates += qg * R * 3
+    column = tl.arange(0, DP)
+    # As if nothing lay side by side, or Triton would spread elements and log-sum-exps over threads in different ways.
+    row = tl.max_contiguous(tl.broadcast_to(tl.arange(0, RH)[:, None], [RH, DP]), [1, 1])
+    at = tl.max_contiguous(row * D + column[None, :], [1, 1])
+    mask = (row < R) & (column < D)[None, :]
+    position = tl.load(positions + query).to(tl.int32)
+    q_tile = _load_query(q, query, group, stride_q, stride_h, R, RP, D, DP)
+    if EARLY:
+        gdc_wait()
+    if split == x_sel + x_win:
+        mixed = _merged(part, part_lse, gates, x_cmp, row, at, mask, R, D)
+        tl.store(part + (x - 1) * R * D + at, mixed, mask=mask)
+    else:
+        is_sel = split < x_sel
+        chosen = tl.full([NP], 0, tl.int32)
+        if is_sel:
+            chosen = chosen_blocks(
+                logits + qg * R * row_length, part_lse, position, x_cmp, row_length, L, STRIDE, L_SEL, N_SEL, R, RH,
+                NP, BJ, XP,
+            )  # fmt: skip
+            if split == 0:
+                slot = tl.arange(0, NP)
+                tl.store(ids + qg * N_SEL + slot, tl.where(chosen == UNUSED, -1, chosen), mask=slot < N_SEL)
+        # One loop for both branches, so that they share one set of buffers. A place is a token of the chosen blocks,
+        # one block after the other, or of the window.
+        places = tl.where(is_sel, N_SEL * L_SEL, W)
+        share = tl.cdiv(tl.cdiv(places, tl.where(is_sel, x_sel, x_win)), BN) * BN
+        begin = tl.where(is_sel, split, split - x_sel) * share
+        kv = tl.where(
+            is_sel, selected + (query * stride_sb + group * stride_sg), window + (query * stride_wb + group * stride_wg)
+        )
+        stride_t, stride_2 = tl.where(is_sel, stride_st, stride_wt), tl.where(is_sel, stride_s2, stride_w2)
+        slots = tl.where(is_sel, UNUSED, slots)
+        oldest = tl.maximum(position + 1 - W, 0)
+        m = tl.full([RP], float("-inf"), tl.float32)
+        total = tl.zeros([RP], tl.float32)
+        acc = tl.zeros([RP, DP], tl.float32)
+        read = 0
+        for first in range(begin, tl.minimum(begin + share, places), BN):
+            place = first + tl.arange(0, BN)
+            inside = place < places
+            block = tl.gather(chosen, tl.where(inside & is_sel, place // L_SEL, 0), 0)
+            token = tl.where(is_sel, block * L_SEL + place % L_SEL, oldest + place)
+            seen = inside & (block != UNUSED) & (token <= position)
+            m, total, acc, _ = _softmax_step(
+                q_tile, kv, tl.where(seen, token % slots, 0), seen, column, stride_t, stride_2, m, total, acc, scale,
+                D, PRECISION,
+            )  # fmt: skip
+            read += tl.sum(seen.to(tl.int32), 0)
+        _store_split(part, part_lse, part_reads + qg * x, x_cmp + split, m, total, acc, read, R, RP, D, DP)
+
+    tl.debug_barrier()  # every thread's share is stored before one of them says so
+    if tl.atomic_add(arrived + qg, 1) == x_sel + x_win:
+        mixed = tl.load(part + (x - 1) * R * D + at, mask=mask, other=0.0, cache_modifier=".cg")
+        part += x_cmp * R * D
+        part_lse += x_cmp * R
+        mixed += _merged(part, part_lse, gates + 1, x_sel, row, at, mask, R, D)
+        mixed += _merged(part + x_sel * R * D, part_lse + x_sel * R, gates + 2, x_win, row, at, mask, R, D)
+        tl.store(out + qg * R * D + at, mixed.to(out.dtype.element_ty), mask=mask)
+        each = tl.arange(0, 4 * XP)
+        counted = tl.load(part_reads + qg * x + each, mask=each < x - 1, other=0, cache_modifier=".cg")
+        tl.store(reads + qg, tl.sum(counted, 0))
+
+
+def decode(
+    q_BHD: Tensor,
+    compressed_BN2GD: Tensor,
+    selected_BT2GD: Tensor,
+    window_BW2GD: Tensor,
+    gates_BH3: Tensor,
+    positions_B: Tensor,
+    spec: NSASpec,
+    splits: Splits | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixed output `[B,H,D]`, chosen blocks `[B,G,n]` and keys read `[B,G]` of one query for each cached sequence.
+
+    Token `t` of the window lies in slot `t % W`. `into`: contiguous tensors for the blocks and the keys read.
+    """
+    q_BHD, gates_BH3, positions_B = unit_last_stride(q_BHD), gates_BH3.contiguous(), positions_B.contiguous()
+    B, H, D = q_BHD.shape
+    N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
+    R, DP = H // G, padded(D)
+    pack = packed_groups(B, G, R, D)
+    scan, finish = _tiles(DP, q_BHD, B * G, pack)
+    splits = splits or splits_for(B * G, N, spec, scan, finish)
+    X, early = splits.total, launches_early(q_BHD)
+    NP = triton.next_power_of_2(spec.n_sel)
+    blocks = spec.selection_blocks(selected_BT2GD.shape[1])
+    BJ = max(4 * NP, min(SCORE_BLOCKS, triton.next_power_of_2(blocks)))
+    # A head's logits: of whole runs of BJ blocks, for scores are read without masks; and so before block 0 and beyond.
+    row_length = BJ * triton.cdiv(blocks, BJ) * spec.pieces_per_selected
+    lead, beyond = (16 * triton.cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
+    part, part_lse, logits = (
+        torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
+        for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * row_length + beyond,))
+    )
+    part_reads, arrived = (torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, X), (B, G)))
+    ids, reads = into or (
+        torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
+    )
+    out, logits = q_BHD.new_empty(q_BHD.shape), logits[lead:]
+    shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype),
+             "EARLY": early}  # fmt: skip
+    scale = D**-0.5 * LOG2E
+    _scan_kernel[(B * G // pack, splits.compressed)](
+        q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived,
+        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], row_length, G, X, scale, PACK=pack,
+        RP=_rows(pack * R), BN=scan.keys, **shape, **scan.options,
+    )  # fmt: skip
+    _finish_kernel[(B * G, splits.selected + splits.window + 1)](
+        q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
+        ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], row_length,
+        window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale, RP=_rows(R),
+        L_SEL=spec.l_sel, N_SEL=spec.n_sel, W=spec.w, RH=triton.next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ,
+        XP=MOST_SPLITS, **shape, **finish.options, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out, ids, reads
+
+
+def launches_early(q: Tensor) -> bool:
+    """Whether the second kernel may take its place before the first has ended, and wait there: from Hopper on."""
+    return q.is_cuda and not is_ampere(q)
+
+
+def packed_groups(sequences: int, groups: int, heads: int, dim: int) -> int:
+    """How many groups of so many heads a scan walks at once: two that fit its rows, where bandwidth counts."""
+    fits = groups % 2 == 0 and 2 * heads <= LEAST_ROWS and dim in (16, 32, 64)
+    return 2 if fits and sequences * groups > FEW else 1
+
+
+def _rows(heads: int) -> int:
+    return max(LEAST_ROWS, triton.next_power_of_2(heads))
+
+
+def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Tile) -> Splits:
+    """Enough splits to fill the device when there are few (query, group) pairs, one when there are many."""
+    scans = max(1, min(MOST_SPLITS, (SCANS_OF_FEW if programs <= FEW else SCANS_OF_MANY) // programs))
+    walkers = max(1, min(MOST_WALKERS, WALKERS // programs))
+    return Splits(
+        compressed=max(1, min(scans, triton.cdiv(blocks, scan.keys))),
+        window=min((walkers + 1) // 2, triton.cdiv(spec.w, finish.keys)),
+        selected=min(walkers, triton.cdiv(spec.n_sel * spec.l_sel, finish.keys)),
+    )
+
+
+def _tiles(padded_dim: int, q: Tensor, programs: int, pack: int = 1) -> tuple[Tile, Tile]:
+    """Of the scanning and the finishing kernel; rows are those of one group's heads, whatever their number."""
+    if q.dtype == torch.float32:
+        return Tile(16, 32, 4, 1), Tile(16, 32, 8, 1)
+    if padded_dim <= 64:
+        # On an A100 three stages would spill, and so would the 128 registers that the assembler chooses by itself.
+        scan = Tile(16, 32, 4, 4) if pack == 2 else Tile(16, 64, 4, 4 if programs <= FEW else 3)
+        return scan, Tile(16, 128, 8, 2, registers=168) if is_ampere(q) else Tile(16, 128, 8, 3)
+    keys = 64 if padded_dim <= 128 else 32
+    return Tile(16, keys, 4, 3), Tile(16, keys, 8, 3)

@@ -1,0 +1,1 @@
+"""Attention over the chosen blocks, forward and backward."""

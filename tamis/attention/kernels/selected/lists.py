@@ -1,0 +1,267 @@
+"""Which queries chose each block: the inverse of the selection, built on the device without asking the host.
+
+A *pair* is one query token together with one of its chosen blocks. The backward pass, and the forward pass of long
+sequences, keep a block's keys and values at hand and walk the tokens that chose it, and so need the pairs sorted by
+block. Tokens are ascending within a list: the order of summation is fixed, so the same inputs give the same bits.
+
+Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
+chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment,
+group and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most
+`ITEM` tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.kernels.selected.union import Unions
+from tamis.attention.spec import NSASpec
+
+ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
+LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
+SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
+MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
+WORD = 32  # tokens per word of marks
+CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a call's tokens are cut into segments and chunks, and how many lists and items that makes."""
+
+    batch: int
+    tokens: int  # per sequence
+    groups: int
+    blocks: int  # selection blocks per sequence, those of cached tokens before the first query included
+    slots: int  # n_sel
+    segment: int  # tokens per segment, a multiple of WORD unless it is the whole sequence
+    segments_per_chunk: int
+
+    @classmethod
+    def of(
+        cls,
+        ids_BSGn: Tensor,
+        spec: NSASpec,
+        chunks: int,
+        chunk: int | None = None,
+        start: int = 0,
+        segment: int | None = None,
+    ) -> Layout:
+        """At most about `chunks` chunks, or chunks of about `chunk` tokens; of segments of at most about `segment`, or
+        longer ones where lists would be too short."""
+        batch, tokens, groups, slots = ids_BSGn.shape
+        blocks = spec.selection_blocks(start + tokens)
+        chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
+        longest = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
+        parts = -(-tokens // longest)
+        segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
+        per_sequence = -(-tokens // segment)
+        segments_per_chunk = chunk // tokens * per_sequence or max(1, chunk // segment)  # whole sequences if they fit
+        segments_per_chunk = min(segments_per_chunk, batch * per_sequence)
+        return cls(batch, tokens, groups, blocks, slots, segment, segments_per_chunk)
+
+    @property
+    def segments_per_sequence(self) -> int:
+        return -(-self.tokens // self.segment)
+
+    @property
+    def segments(self) -> int:
+        return self.batch * self.segments_per_sequence
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.segments // self.segments_per_chunk)
+
+    @property
+    def sequences_per_chunk(self) -> int:
+        """How many a chunk may touch: it holds whole ones, or less than one, of which two may meet in it."""
+        return self.segments_per_chunk // self.segments_per_sequence or min(self.segments_per_chunk, 2)
+
+    @property
+    def words(self) -> int:
+        """Words of marks per list: one bit per token of the segment."""
+        return -(-self.segment // WORD)
+
+    @property
+    def lists_per_chunk(self) -> int:
+        return self.segments_per_chunk * self.groups * self.blocks
+
+    @property
+    def pairs_per_chunk(self) -> int:
+        return self.segments_per_chunk * self.segment * self.groups * self.slots
+
+    @property
+    def items_per_chunk(self) -> int:
+        """A bound known without looking at the data: full items, and one unfilled one per list that has any."""
+        return self.pairs_per_chunk // ITEM + min(self.lists_per_chunk, self.pairs_per_chunk)
+
+    def first_token(self, segment: int) -> int:
+        """Position of a segment's first token among all tokens of the batch."""
+        sequence, part = divmod(segment, self.segments_per_sequence)
+        return sequence * self.tokens + min(self.tokens, part * self.segment)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The lists of one chunk, cut into items. Lists are numbered within the chunk: (segment, group, block)."""
+
+    first_segment: int
+    pairs: Tensor  # int32: token_in_segment * slots + slot, list after list (shared by the chunks of a span)
+    item_list: Tensor  # int32 [items]: the list an item belongs to
+    item_start: Tensor  # int32 [items]: its first pair
+    item_count: Tensor  # int32 [items]: its number of pairs, 0 for items that do not exist
+    list_first: Tensor  # int32 [lists]: a list's first item
+    list_items: Tensor  # int32 [lists]: its number of items
+
+
+def chunks_of_pairs(ids_BSGn: Tensor, layout: Layout, unions: Unions | None = None) -> Iterator[Chunk]:
+    """All chunks in order; without the tokens whose tile walks its union. Lists of several chunks are built together as
+    long as their marks stay small."""
+    ids_BSGn = ids_BSGn.contiguous()
+    mark_bytes = layout.lists_per_chunk * layout.words * 3 * 4
+    together = max(1, min(layout.chunks, MARK_BYTES // mark_bytes))
+    for first_chunk in range(0, layout.chunks, together):
+        yield from _build_span(ids_BSGn, layout, unions, first_chunk, min(together, layout.chunks - first_chunk))
+
+
+def _build_span(
+    ids_BSGn: Tensor, layout: Layout, unions: Unions | None, first_chunk: int, chunks: int
+) -> Iterator[Chunk]:
+    first_segment = first_chunk * layout.segments_per_chunk
+    last_segment = min(layout.segments, first_segment + chunks * layout.segments_per_chunk)
+    first_token, last_token = layout.first_token(first_segment), layout.first_token(last_segment)
+    per_token = layout.groups * layout.slots
+    lists = chunks * layout.lists_per_chunk
+    device = ids_BSGn.device
+
+    marks = torch.zeros(lists * layout.words, dtype=torch.int32, device=device)
+    counts = torch.empty_like(marks)
+    pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
+    union_counts = unions.counts if unions else counts
+    geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
+    grid = (triton.cdiv(pairs.numel(), 1024),)
+    bounds = (first_token * per_token, last_token * per_token, first_segment)
+    constants = {"G": layout.groups, "N": layout.slots, "TILE": unions.tile if unions else None, "BLOCK": 1024}
+    _mark_pairs[grid](ids_BSGn, union_counts, marks, *bounds, *geometry, **constants)
+    _count_marks[(triton.cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    _place_pairs[grid](ids_BSGn, union_counts, marks, ends, pairs, *bounds, *geometry, **constants)
+
+    items = torch.zeros((3, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
+    item_list, item_start, item_count = items
+    list_first, list_items = torch.empty((2, chunks, layout.lists_per_chunk), dtype=torch.int32, device=device)
+    _cut_lists[(chunks, CUTTERS)](
+        ends, item_list, item_start, item_count, list_first, list_items,
+        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, CUTTERS=CUTTERS, BLOCK=1024,
+    )  # fmt: skip
+    del marks, counts, ends  # not needed by the kernels that run between the chunks
+    for c in range(chunks):
+        yield Chunk(
+            first_segment + c * layout.segments_per_chunk,
+            pairs, item_list[c], item_start[c], item_count[c], list_first[c], list_items[c],
+        )  # fmt: skip
+
+
+@triton.jit
+def _locate_pairs(
+    ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
+):
+    """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
+    pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(ids + pair, mask=pair < last, other=-1)
+    exists = (block >= 0) & (block < blocks)
+    slot = (pair % N).to(tl.int32)
+    group = (pair // N) % G
+    token = pair // (N * G)
+    sequence = token // tokens
+    place = (token % tokens).to(tl.int32)
+    if TILE is not None:  # tiles that walk their union need no lists
+        tile = (sequence * G + group) * tl.cdiv(tokens, TILE) + place // TILE
+        exists = exists & (tl.load(union_counts + tile * 2, mask=exists, other=0) < 0)
+    in_segment = place % segment
+    list_id = ((sequence * per_sequence + place // segment - first_segment) * G + group) * blocks + block
+    return exists, list_id * words + in_segment // 32, in_segment % 32, in_segment * N + slot
+
+
+@triton.jit
+def _count_bits(word):
+    word = word.to(tl.uint32, bitcast=True)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_segment"])
+def _mark_pairs(
+    ids, union_counts, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Set one bit per pair. Integer atomics give the same result in any order."""
+    exists, word, bit, _ = _locate_pairs(
+        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
+    )
+    one = tl.full((BLOCK,), 1, tl.int32)
+    tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
+
+
+@triton.jit
+def _count_marks(marks, counts, words, BLOCK: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + word, _count_bits(tl.load(marks + word, mask=word < words, other=0)), mask=word < words)
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_segment"])
+def _place_pairs(
+    ids, union_counts, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write each pair to its place: behind all pairs of earlier words, and of earlier tokens in its own word."""
+    exists, word, bit, stored = _locate_pairs(
+        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
+    )
+    mark = tl.load(marks + word, mask=exists, other=0)
+    end = tl.load(ends + word, mask=exists, other=0)
+    one = tl.full((BLOCK,), 1, tl.int32)
+    earlier = _count_bits(mark & ((one << bit) - 1))
+    tl.store(pairs + end - _count_bits(mark) + earlier, stored, mask=exists)
+
+
+@triton.jit
+def _cut_lists(
+    ends, item_list, item_start, item_count, list_first, list_items, words, lists, items,
+    ITEM: tl.constexpr, CUTTERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut the lists of one chunk into items of at most ITEM pairs, numbered in the order of the lists.
+
+    Each of a chunk's programs counts all its items, and writes every CUTTERS-th of a list.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    item_list += chunk * items
+    item_start += chunk * items
+    item_count += chunk * items
+    used = 0
+    for first in range(0, lists, BLOCK):
+        list_id = first + tl.arange(0, BLOCK)
+        exists = list_id < lists
+        last_word = (chunk * lists + list_id + 1) * words - 1
+        end = tl.load(ends + last_word, mask=exists, other=0)
+        start = tl.load(ends + last_word - words, mask=exists & (last_word >= words), other=0)
+        start = tl.where(exists, start, end)
+        wanted = (end - start + ITEM - 1) // ITEM
+        first_item = used + tl.cumsum(wanted, 0) - wanted
+        tl.store(list_first + chunk * lists + list_id, first_item, mask=exists)
+        tl.store(list_items + chunk * lists + list_id, wanted, mask=exists)
+        for part in range(tl.program_id(1), tl.max(wanted, 0), CUTTERS):
+            real = part < wanted
+            tl.store(item_list + first_item + part, list_id, mask=real)
+            tl.store(item_start + first_item + part, start + part * ITEM, mask=real)
+            tl.store(item_count + first_item + part, tl.minimum(end - start - part * ITEM, ITEM), mask=real)
+        used += tl.sum(wanted, 0)

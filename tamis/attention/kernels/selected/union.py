@@ -1,0 +1,223 @@
+"""Selected attention, query tile by query tile: neighbouring tokens walk all blocks that any of them chose.
+
+A row that did not choose a block lets it pass: masking whole rows costs nothing per score. While the union of a tile's
+choices is short (short sequences, or neighbours that choose alike) this runs at dense speed, and nothing but the result
+is written. Tiles whose union is long are left to the other form: each is counted on the device, the host never asks.
+
+Rows of a tile are tokens × heads of the group.
+Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
+n slots (n_sel). A kernel that gets None for `start` is compiled without it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.kernels.banded.tiles import described_keys, place
+from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision
+from tamis.attention.kernels.selected.rows import key_tiles, launch_settings, load_rows, store_rows
+from tamis.attention.kernels.start import read_start, start_argument
+from tamis.attention.spec import NSASpec
+
+MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
+WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
+
+
+@dataclass(frozen=True)
+class Unions:
+    """The blocks that the tokens of each tile chose, ascending, and which of the tokens chose each."""
+
+    tile: int  # tokens
+    blocks: Tensor  # int32 [B,G,tiles,capacity]
+    tokens: Tensor  # int64 [B,G,tiles,capacity]: one bit per token of the tile
+    counts: (
+        Tensor  # int32 [B,G,tiles,2]: how many blocks (−1: left to the other form), how many of them all rows see whole
+    )
+
+
+def forward(
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    every_tile: bool = True,
+    start: int = 0,
+) -> tuple[Tensor, Tensor, Unions]:
+    """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
+    batch, tokens, heads, dim = q_BSHD.shape
+    groups = ids_BSGn.shape[2]
+    heads_per_group = heads // groups
+    keys, parts = key_tiles(spec)
+    # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
+    copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
+    settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
+    settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
+    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start)
+    out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+    _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
+        q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
+        unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
+        *unions.blocks.shape[2:], dim**-0.5 * LOG2E, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
+        G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
+        PRECISION=precision(q_BSHD.dtype), COPIED=copied, **settings,
+    )  # fmt: skip
+    return out, lse, unions
+
+
+def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, start: int = 0) -> Unions:
+    batch, tokens, groups, slots = ids_BSGn.shape
+    blocks, tiles = spec.selection_blocks(start + tokens), triton.cdiv(tokens, tile)
+    most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
+    shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
+    unions = Unions(
+        tile,
+        torch.empty(shape, dtype=torch.int32, device=ids_BSGn.device),
+        torch.empty(shape, dtype=torch.int64, device=ids_BSGn.device),
+        torch.empty((*shape[:3], 2), dtype=torch.int32, device=ids_BSGn.device),
+    )
+    padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
+    _unite_choices[(tiles * batch * groups,)](
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, tokens, start_argument(start), tiles, most,
+        *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
+        WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
+    )  # fmt: skip
+    return unions
+
+
+@triton.jit(do_not_specialize=["start"])
+def _unite_choices(
+    ids, union_blocks, union_tokens, counts, tokens, start, tiles, most, i_b, i_s, i_g,
+    G: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
+    WORTHWHILE: tl.constexpr,
+):  # fmt: skip
+    """Take the tile's distinct blocks out one by one, the smallest first, until there are more than `most`."""
+    NONE: tl.constexpr = 2147483647
+    tile = tl.program_id(0) % tiles
+    sequence_group = (tl.program_id(0) // tiles).to(tl.int64)
+    element = tl.arange(0, BT * BS)
+    in_tile, slot = element // BS, element % BS
+    token = tile * TILE + in_tile
+    exists = (in_tile < TILE) & (token < tokens) & (slot < N)
+    ids += (sequence_group // G) * i_b + (sequence_group % G) * i_g
+    block = tl.load(ids + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
+    token_bit = tl.full((BT * BS,), 1, tl.int64) << in_tile.to(tl.int64)
+    row = sequence_group * tiles + tile
+    union_blocks += row * (most + 2)
+    union_tokens += row * (most + 2)
+    first_position = tile * TILE
+    if start is not None:
+        first_position += read_start(start)
+    used = 0
+    whole = 0
+    newest = tl.min(tl.where(block >= 0, block, NONE), 0)
+    if WORTHWHILE is not None:
+        sampled = _sample_of(ids, tile, tokens, i_s, N, BS, TILE)
+        if sampled > most:  # nothing to count
+            used = most + 1
+    while (used <= most) & (newest < NONE):
+        tl.store(union_blocks + used, newest)
+        tl.store(union_tokens + used, tl.sum(tl.where(block == newest, token_bit, 0), 0))
+        used += 1
+        whole += ((newest + 1) * L_SEL <= first_position + 1).to(tl.int32)
+        newest = tl.min(tl.where(block > newest, block, NONE), 0)
+    if WORTHWHILE is not None:
+        chosen = tl.sum((block >= 0).to(tl.int32), 0)
+        here = tl.minimum(TILE, tokens - tile * TILE)
+        used = tl.where((used > most) | (used * here > WORTHWHILE * chosen), -1, used)
+    tl.store(counts + row * 2, used)
+    tl.store(counts + row * 2 + 1, whole)
+
+
+@triton.jit
+def _sample_of(ids, tile, tokens, i_s, N: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):
+    """How many different blocks four tokens of the tile chose, far apart: no more than the whole tile did."""
+    choice = tl.arange(0, 4 * BS)
+    in_tile = choice // BS * ((TILE - 1) // 3)
+    token = tile * TILE + in_tile
+    exists = (in_tile < TILE) & (token < tokens) & (choice % BS < N)
+    block = tl.load(ids + token.to(tl.int64) * i_s + choice % BS, mask=exists, other=-1)
+    repeated = (block[:, None] == block[None, :]) & (choice[None, :] < choice[:, None])
+    first = (tl.max(repeated.to(tl.int32), 1) == 0) & (block >= 0)
+    return tl.sum(first.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _forward_tiles(
+    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, start, tiles, capacity, scale,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
+    G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Running softmax over the union of a tile. `scale` includes log2(e)."""
+    tile, sequence, group = place(tiles, G)
+    sequence, group = sequence.to(tl.int64), group.to(tl.int64)
+    sequence_group = sequence * G + group
+    used = tl.load(counts + (sequence_group * tiles + tile) * 2)
+    if used < 0:
+        return
+    whole = tl.load(counts + (sequence_group * tiles + tile) * 2 + 1)
+    union_blocks += (sequence_group * tiles + tile) * capacity
+    union_tokens += (sequence_group * tiles + tile) * capacity
+    row = tl.arange(0, ROWS)
+    in_tile = (row // R).to(tl.int64)
+    token = tile * (ROWS // R) + row // R
+    live = (row < (ROWS // R) * R) & (token < tokens)
+    token64 = token.to(tl.int64)
+    head = group * R + row % R
+    q_tile = load_rows(q, sequence * q_b + token64 * q_s + head * q_h, live, D, BD)
+    if not COPIED:
+        k += sequence * k_b + group * k_g
+        v += sequence * v_b + group * v_g
+    keys, position = tokens, token
+    if start is not None:
+        start = read_start(start)
+        keys, position = keys + start, position + start
+
+    column = tl.arange(0, BN)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BD), tl.float32)
+    next_block = tl.load(union_blocks)  # read one step ahead, so that no load of keys waits for it
+    next_tokens = tl.load(union_tokens)
+    for step in range(used * SUB):
+        block = next_block
+        chosen = ((next_tokens >> in_tile) & 1) == 1
+        next_block = tl.load(union_blocks + (step + 1) // SUB)
+        next_tokens = tl.load(union_tokens + (step + 1) // SUB)
+        in_block = (step % SUB) * BN + column
+        key = block * L_SEL + in_block
+        key_live = key < keys
+        if L_SEL % BN != 0:
+            key_live = key_live & (in_block < L_SEL)
+        if COPIED:
+            first = block * L_SEL + (step % SUB) * BN
+            k_tile = tl.reshape(k.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
+            v_tile = tl.reshape(v.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
+        else:
+            k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
+            v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if (step >= whole * SUB) | (L_SEL % BN != 0):
+            s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))
+        block_top = tl.max(s, 1) * scale
+        chosen = chosen & (block_top > -float("inf"))
+        new_top = tl.where(chosen, tl.maximum(top, block_top), top)
+        # exp2(−inf) = 0: rows that did not choose the block, or see none of it, let it pass.
+        p = tl.exp2(s * scale - tl.where(chosen, new_top, float("inf"))[:, None])
+        decay = tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))
+        total = total * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    store_rows(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
+    natural = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + (sequence * (G * R) + head) * tokens + token64, natural, mask=live)

@@ -1,0 +1,1 @@
+"""Checkpoints: one file, sharded folders, conversion. Written by `train`, read by `train` and `generate`."""

@@ -1,0 +1,56 @@
+"""Turns a checkpoint of one kind into the other, or into plain safetensors weights.
+
+A `file` is what one process or DDP writes, a `folder` what FSDP writes; either resumes under either.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from tamis.checkpoint.file import State, read_checkpoint, save_file
+from tamis.config import build_config
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.records import write_atomic
+from tamis.train.distributed import Workers
+
+Kind = Literal["file", "folder", "safetensors"]
+
+
+def convert(source: str | Path, target: str | Path, kind: Kind) -> Path:
+    """Write the verified checkpoint `source` as another `kind` to `target`, which must not exist; returns its path.
+
+    A checkpoint keeps its name, `checkpoint_step{N}.pt`, and gets a manifest, so that a run can resume from it.
+    """
+    source, target = Path(source), Path(target)
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind is {kind!r}: it must be one of {', '.join(get_args(Kind))}")
+    state = read_checkpoint(source, torch.device("cpu"))
+    if target.exists():
+        raise ValueError(f"{target} is there already: choose another target")
+    if kind == "safetensors":
+        return _write_weights(state, target)
+    run = RunDirectory(target.parent)
+    if target.name != run.checkpoint(state["step"]).name:
+        raise ValueError(f"a checkpoint of step {state['step']} must be named {run.checkpoint(state['step']).name}")
+    config = build_config(state["config"])
+    run.create()
+    if kind == "file":
+        return save_file(run, state, config)
+    from tamis.checkpoint.sharded import save_shards
+
+    return save_shards(run, state, config, Workers(0, 1, torch.device("cpu")))
+
+
+def _write_weights(state: State, target: Path) -> Path:
+    """The weights in fp32 under their names; configuration and step are in the file's metadata."""
+    from safetensors.torch import save
+
+    about = {"tamis_config": json.dumps(state["config"]), "tamis_step": str(state["step"])}
+    weights = {name: tensor.contiguous() for name, tensor in state["model"].items()}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, lambda file: file.write(save(weights, metadata=about)))
+    return target

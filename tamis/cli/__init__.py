@@ -1,0 +1,1 @@
+"""The `tamis` command line: one module per group of verbs. No torch."""

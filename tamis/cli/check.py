@@ -1,0 +1,128 @@
+"""Verbs that check before training: check, verify, causality, estimate, config."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tamis.cli.common import CHECK, Words, loading_torch, resolve, resolve_for_this_machine
+from tamis.cli.help import Verb, Verbs
+from tamis.cli.waiting import announced
+from tamis.config import ConfigError, load_config
+from tamis.run.files.exit_codes import ExitCode
+
+app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
+
+config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show or check a configuration.")
+app.add_typer(config_app, name="config", rich_help_panel=CHECK)
+config_verb = partial(config_app.command, cls=Verb)
+
+
+@verb()
+def check(
+    words: Words = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="only what needs no torch and no data; takes a second")
+    ] = False,
+) -> None:
+    """Is this machine ready for this run? Numbered checks, each with its evidence and its remedy.
+
+    The GPUs decide the config when none is given, as for `tamis run`. Exit code 1 when a check failed.
+
+    Examples:
+
+      tamis check configs/m7c_125m_80g.yaml
+
+      tamis check --quick
+    """
+    from tamis.run.checks.preflight import check as preflight
+
+    raise typer.Exit(preflight(resolve_for_this_machine(words), quick=quick))
+
+
+@verb()
+def verify(words: Words = None) -> None:
+    """Prove the attention kernels against the reference on this device, and that the model is causal.
+
+    Example: tamis verify configs/m7c_125m_80g.yaml
+    """
+    resolved = resolve(words)
+    loading_torch()
+    from tamis.train.tools.selfcheck import report
+
+    with announced(f"proving a fresh {resolved.model.name} on this device"):
+        code = report(resolved)
+    raise typer.Exit(code)
+
+
+@verb()
+def causality(
+    words: Words = None,
+    full: Annotated[bool, typer.Option("--full", help="also the lengths around l, w, 2w, 4w, kernels, floor")] = False,
+) -> None:
+    """Three tests that nothing of the future reaches the past; the log goes to artifacts/test-reports/.
+
+    Example: tamis causality configs/m7c_125m_2xa100_production.yaml --full
+    """
+    resolved = resolve(words)
+    loading_torch()
+    from tamis.train.tools.causality import causality as test
+
+    with announced(f"testing a fresh {resolved.model.name}"):
+        code = test(resolved, full)
+    raise typer.Exit(code)
+
+
+@verb()
+def estimate(
+    words: Words = None,
+    processes: Annotated[int, typer.Option(min=1, help="GPUs the run will use")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")] = False,
+) -> None:
+    """What a run will cost, from a few measured steps: speed, memory, time, disk, and what would be better.
+
+    The GPUs decide the config when none is given, as for `tamis run`.
+
+    Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
+    """
+    resolved = resolve_for_this_machine(words)
+    if not json:
+        loading_torch()
+    from tamis.train.tools.estimate import report
+
+    with announced(f"measuring a few steps of {resolved.model.name}"):
+        code = report(resolved, processes, json)
+    raise typer.Exit(code)
+
+
+@config_verb("show")
+def config_show(words: Words = None) -> None:
+    """Print the resolved configuration, its hash and the true parameter count.
+
+    Example: tamis config show configs/m7c_125m_80g.yaml train.steps=100
+    """
+    from tamis.config.size import parameter_count
+
+    resolved = resolve(words)
+    print(resolved.to_yaml(), end="")
+    print(f"# hash {resolved.hash}, {parameter_count(resolved):,} parameters")
+
+
+@config_verb("validate")
+def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files")]) -> None:
+    """Check configuration files; every problem is named with its key.
+
+    Example: tamis config validate configs/*.yaml
+    """
+    bad = 0
+    for path in configs:
+        try:
+            print(f"ok   {path} {load_config(path).hash}")
+        except ConfigError as error:
+            bad += 1
+            print("\n       ".join([f"FAIL {path}:", *str(error).splitlines()]))
+    raise typer.Exit(ExitCode.USAGE if bad else ExitCode.DONE)

@@ -1,0 +1,183 @@
+"""Verbs that measure: profile, bench. Each bench prints a table first, and one JSON document as its last line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tamis.cli.common import MEASURE, Words, loading_torch, resolve
+from tamis.cli.help import Verb, Verbs
+from tamis.cli.waiting import announced
+
+app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)
+
+bench_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Measure attention, training, decoding, retrieval.")
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+bench_verb = partial(bench_app.command, cls=Verb)
+
+M7C = "configs/m7c_125m_80g.yaml"
+
+
+@verb()
+def profile(
+    words: Words = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps to profile, after three of warm-up")] = 5,
+    out: Annotated[Path | None, typer.Option(help="folder for trace and table; by default OUT/profile")] = None,
+) -> None:
+    """Where does the time go? A few training steps under PyTorch's profiler: a trace and a table.
+
+    Example: tamis profile configs/m7c_125m_80g.yaml --steps 10
+    """
+    resolved = resolve(words)
+    loading_torch()
+    from tamis.train.tools.profile import profile as profiled
+
+    with announced(f"profiling {resolved.model.name}"):
+        code = profiled(resolved, steps, out)
+    raise typer.Exit(code)
+
+
+@bench_verb("attention")
+def bench_attention(
+    shape: Annotated[Literal["m7c", "paper", "both"], typer.Option(help="heads, groups and sizes to measure")] = "both",
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
+    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+) -> None:
+    """Sparse attention, whole and in parts, beside PyTorch's dense attention; reports only if the kernels agree.
+
+    Example: tamis bench attention --shape m7c --length 8192
+    """
+    loading_torch()
+    from tamis.bench.attention import LENGTHS, run
+
+    shapes = ("m7c", "paper") if shape == "both" else (shape,)
+    with announced("measuring attention"):
+        rows = run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)
+    print(json.dumps(rows))
+
+
+@bench_verb("paths")
+def bench_paths(
+    words: Words = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured of each path")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 10,
+) -> None:
+    """The same model and step with sparse kernels, the plain-PyTorch reference and dense attention.
+
+    Example: tamis bench paths configs/m7c_125m_2xa100_production.yaml --steps 20
+    """
+    resolved = resolve(words)
+    loading_torch()
+    from tamis.bench.paths import compare
+
+    with announced(f"measuring {warmup} + {steps} steps of each path"):
+        code = compare(resolved, steps, warmup)
+    raise typer.Exit(code)
+
+
+@bench_verb("train")
+def bench_train(
+    words: Words = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens per sequence; repeatable")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens per step; by default 65,536")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
+    with_data: Annotated[bool, typer.Option("--with-data", help="also with the loader, from prepared shards")] = False,
+) -> None:
+    """Tokens/s, MFU, step times and memory of the real training step, NSA beside its dense twin.
+
+    Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
+    """
+    loading_torch()
+    from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, run
+
+    tokens, lengths = tokens or TOKENS_PER_STEP, lengths or list(LENGTHS)
+    resolved = resolve(words, M7C)
+    with announced(f"measuring training steps of {resolved.model.name}"):
+        rows = run(resolved, lengths, tokens, steps, warmup, with_data)
+    print(json.dumps(rows))
+
+
+@bench_verb("decode")
+def bench_decode(
+    batches: Annotated[list[int] | None, typer.Option("--batch", metavar="N", help="sequences; repeatable")] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens in the cache; repeatable")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 30,
+    with_model: Annotated[bool, typer.Option("--with-model", help="also a step of the whole model")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """One token over the caches: latency, tokens/s, keys read, beside dense attention. Also to artifacts/bench/.
+
+    Example: tamis bench decode --batch 1 --batch 8 --length 65536
+    """
+    loading_torch()
+    from tamis.bench.decode import BATCHES, LENGTHS
+    from tamis.bench.decode import bench_decode as measure
+
+    with announced("measuring decoding"):
+        measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
+
+
+@bench_verb("needle")
+def bench_needle(
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a text; repeatable")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps")] = None,
+    seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
+    device: Annotated[str, typer.Option(help="cpu: a miniature; cuda: texts of up to 65,536 tokens")] = "cpu",
+) -> None:
+    """Does selection learn? A small model is taught to find facts beyond its window; then each branch is taken away.
+
+    Examples:
+
+      tamis bench needle --length 64 --steps 300
+
+      tamis bench needle --device cuda
+    """
+    loading_torch()
+    from tamis.bench.needle import LARGE, Setting
+    from tamis.bench.needle import bench_needle as measure
+
+    default = LARGE if device.startswith("cuda") else Setting()
+    chosen = replace(default, steps=steps or default.steps, seed=seed)
+    if lengths:
+        chosen = replace(chosen, lengths=tuple(lengths), shown=())
+    with announced(f"training on {chosen.steps} batches of facts"):
+        measure(chosen, device=device)
+
+
+@bench_verb("positions")
+def bench_positions(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="checkpoint_step{N}.pt, a run's directory, or an exported folder"),
+    ],
+    scales: Annotated[list[float] | None, typer.Option("--scale", metavar="X", help="rope scales; repeatable")] = None,
+    reach: Annotated[int, typer.Option(min=1, help="how many trained lengths to read")] = 4,
+    sequences: Annotated[int, typer.Option(min=1, help="held-out sequences")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Perplexity of held-out text by position, beyond the trained length, for several position scales.
+
+    Example: tamis bench positions artifacts/train_showcase --scale 1 --scale 2
+    """
+    loading_torch()
+    from tamis.bench.positions import bench_positions as measure
+
+    with announced("reading held-out text"):
+        measure(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)

@@ -1,0 +1,141 @@
+"""Verbs for models and data: generate, export, convert, data prepare, data check."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tamis.cli.common import USE, Words, loading_torch, resolve
+from tamis.cli.help import Verb, Verbs
+from tamis.cli.waiting import announced
+from tamis.config import Config
+
+app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=USE)
+
+data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Prepare token shards, or ask whether it is the data.")
+app.add_typer(data_app, name="data", rich_help_panel=USE)
+data_verb = partial(data_app.command, cls=Verb)
+
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="checkpoint_step{N}.pt, a run's directory, or an exported folder")
+]
+
+
+@verb()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="text to continue; may be given several times")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a file with one prompt a line")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to draw")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="draw among the k likeliest; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="draw among the likeliest that hold this much probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the drawing")] = 1337,
+    max_len: Annotated[int | None, typer.Option(help="longest sequence; by default the trained one")] = None,
+    rope_scale: Annotated[
+        float | None, typer.Option(help="divide positions by this, beyond the trained length")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Continue a prompt from a checkpoint, streaming; text to stdout, speed to stderr.
+
+    Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
+    """
+    loading_torch(sys.stderr)
+    from tamis.generate.command import generate_command
+
+    generate_command(
+        checkpoint,
+        prompt,
+        prompt_file,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_len=max_len,
+        rope_scale=rope_scale,
+        device=device,
+    )
+
+
+@verb()
+def export(
+    checkpoint: Checkpoint,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new folder")],
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="of the weights")] = "fp32",
+) -> None:
+    """Write a Hugging Face folder: safetensors, config, tokenizer and our modelling file.
+
+    Example: tamis export artifacts/m7c_125m exported/m7c --precision bf16
+    """
+    from tamis.generate.export import export_command
+
+    export_command(checkpoint, folder, precision=precision)
+
+
+@verb()
+def convert(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="the file of DDP, the folder of FSDP, or a run's directory for its newest"
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="where to write; must not exist")],
+    kind: Annotated[Literal["file", "folder", "safetensors"], typer.Option(help="what to write")] = "safetensors",
+) -> None:
+    """Turn a checkpoint into the other kind, or into plain safetensors weights.
+
+    Example: tamis convert artifacts/m7c_125m/checkpoint_step5000.pt m7c.safetensors
+    """
+    from tamis.checkpoint.convert import convert as written
+    from tamis.run.files.manifest import newest_or_itself
+
+    print(f"written: {written(newest_or_itself(checkpoint), target, kind)}")
+
+
+@data_verb("prepare")
+def data_prepare(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the shards")],
+    words: Words = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="threads; by default one per core")] = None,
+) -> None:
+    """Tokenise a source once into memory-mapped shards; killed, the same command goes on.
+
+    Examples:
+
+      tamis data prepare shards/ configs/m7c_125m_80g.yaml
+
+      tamis data prepare shards/ data.dataset=fineweb_edu_local data.local_path=parquet/
+    """
+    from tamis.data.prepare import prepare
+
+    made = prepare(resolve(words), out, workers=workers, report=lambda progress: print(progress, flush=True))
+    print(f"done: {made.summary}; train on it with data.dataset=shards data.local_path={out}")
+
+
+@data_verb("check")
+def data_check(
+    words: Words = None, batches: Annotated[int, typer.Option(min=1, help="how many batches to fetch")] = 4
+) -> None:
+    """Is it the data? A few batches as training would get them: text, pace, shares of the ranks, validation.
+
+    Example: tamis data check configs/m7c_125m_80g.yaml --batches 8
+    """
+    raise typer.Exit(check_data(resolve(words), batches))
+
+
+def check_data(config: Config, batches: int, show_text: bool = True) -> int:
+    """The check of the verb and of the two scripts, announced: a stream that does not come is waited for."""
+    from tamis.data.check import check
+
+    with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
+        return check(config, batches, show_text=show_text)

@@ -1,0 +1,71 @@
+"""Verbs that look at a run and hand it over: monitor, judge, report, handoff."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tamis.cli.common import WATCH, RunDir
+from tamis.cli.help import Verb
+
+app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
+
+
+@verb()
+def monitor(
+    run: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="print the state once as text")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the state once as JSON")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 2.0,
+) -> None:
+    """Watch a run live: curves, ranks, GPUs, gates, ETA, alerts. Never writes, never disturbs.
+
+    Examples:
+
+      tamis monitor artifacts/m7c_125m
+
+      tamis monitor artifacts/m7c_125m --once     (exit code 1 when something is wrong)
+    """
+    from tamis.run.monitor.command import monitor as show
+
+    raise typer.Exit(show(run, once=once, as_json=json, every_s=every))
+
+
+@verb()
+def judge(run: RunDir) -> None:
+    """Hold a run against the runbooks' success criteria, with the evidence for each line; exit code 1 if one failed.
+
+    Example: tamis judge artifacts/m7c_125m_2xa100_prod
+    """
+    from tamis.run.checks.runbooks import judge as judged
+
+    raise typer.Exit(judged(run))
+
+
+@verb()
+def report(run: RunDir) -> None:
+    """Write RUN/report.html: curves, criteria and facts on one page that needs no network.
+
+    Example: tamis report artifacts/train_showcase
+    """
+    from tamis.run.handover.report import report as write
+
+    raise typer.Exit(write(run))
+
+
+@verb()
+def handoff(
+    run: RunDir,
+    output: Annotated[Path | None, typer.Option(help="the tar to write; by default beside RUN, with the time")] = None,
+) -> None:
+    """Pack everything a successor needs into one verified bundle, without secrets.
+
+    Example: tamis handoff artifacts/m7c_125m_2xa100_prod
+    """
+    from tamis.run.handover.bundle import handoff as pack
+
+    raise typer.Exit(pack(run, output=output))

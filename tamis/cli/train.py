@@ -1,0 +1,114 @@
+"""Verbs that train: run, train, launch, halt."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from tamis.cli.common import TRAIN, RunDir, Words, loading_torch, resolve_for_this_machine, split
+from tamis.cli.help import Verb
+from tamis.config import ConfigError
+
+app = typer.Typer()
+verb = partial(app.command, cls=Verb, rich_help_panel=TRAIN)
+
+Detach = Annotated[bool, typer.Option("--detach", help="go on in the background; the terminal may go away")]
+
+
+@verb()
+def run(words: Words = None, detach: Detach = False) -> None:
+    """The main job: looks at the machine, smokes, trains under supervision, resumes by itself, hands over.
+
+    The GPUs decide the config when none is given; without a GPU the embedded showcase runs on the CPU.
+
+    Examples:
+
+      tamis run
+
+      tamis run configs/m7c_125m_80g.yaml data.dataset=shards data.local_path=shards/ --detach
+    """
+    from tamis.run.job import main_job
+
+    path, overrides = split(words)
+    raise typer.Exit(main_job(path, overrides, detach))
+
+
+@verb()
+def train(
+    words: Words = None,
+    resume: Annotated[str | None, typer.Option(help="a checkpoint file, or auto for the newest valid one")] = None,
+) -> None:
+    """Train in this process (or as one of torchrun's), unsupervised.
+
+    The GPUs decide the config when none is given, as for `tamis run`.
+
+    Examples:
+
+      tamis train configs/train_showcase.yaml
+
+      tamis train configs/m7c_125m_80g.yaml train.steps=1000 --resume auto
+    """
+    resolved = resolve_for_this_machine(words)
+    loading_torch()
+    from tamis.train.main import train_config
+
+    raise typer.Exit(train_config(resolved, resume))
+
+
+@verb()
+def launch(
+    words: Words = None,
+    phases: Annotated[bool, typer.Option("--phases", help="preflight, then phases 0 to 3 with go/no-go")] = False,
+    phase_steps: Annotated[
+        str | None, typer.Option(metavar="N,N,N,N", help="step counts of phases 0 to 3, for a rehearsal")
+    ] = None,
+    repeat: Annotated[bool, typer.Option("--repeat", help="also repeat phases that passed unchanged")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="workers; by default one per GPU")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="restarts after crashes and stalls")] = 10,
+    detach: Detach = False,
+) -> None:
+    """Train under supervision: watched, restarted from the newest valid checkpoint, halted by .HALT.
+
+    With --phases: preflight, one synthetic step, 300 and 1000 steps, then the run itself.
+    Each phase is judged from the files it left, and one that fails stops the launch with the reason.
+    The same command again goes on where it stopped. The GPUs decide the config when none is given, as for `tamis run`.
+
+    Examples:
+
+      tamis launch configs/m7c_125m_80g.yaml --detach
+
+      tamis launch configs/m7c_125m_2xa100_production.yaml --phases
+
+      tamis launch configs/train_showcase.yaml --phases --phase-steps 1,20,30,60
+    """
+    from tamis.run.launch import launch_in_background, launch_once, launch_phases, prepared
+    from tamis.run.phases import parse_phase_steps
+
+    if (phase_steps or repeat) and not phases:
+        raise ConfigError("--phase-steps and --repeat are about phases: give --phases too")
+    config = resolve_for_this_machine(words)
+    steps = parse_phase_steps(phase_steps) if phase_steps else None
+    if phases and detach:
+        raise typer.Exit(launch_in_background(config, [a for a in sys.argv[1:] if a != "--detach"]))
+    job = prepared(config, split(words)[0], processes, restarts)
+    raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job, detach))
+
+
+@verb()
+def halt(
+    run: RunDir,
+    reason: Annotated[
+        str, typer.Option(help="written to .HALT, and from there to the log")
+    ] = "asked for by tamis halt",
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait until the run has stopped; 0: do not")] = 120.0,
+) -> None:
+    """Stop a run at the next step boundary, with a checkpoint, and wait until it has.
+
+    Example: tamis halt artifacts/m7c_125m_2xa100_prod --reason "moving to another machine"
+    """
+    from tamis.run.halt_command import halt_run
+
+    raise typer.Exit(halt_run(run, reason, wait))

@@ -1,0 +1,1 @@
+"""Preflight, criteria and runbooks: findings about a machine or a run."""

@@ -1,0 +1,141 @@
+"""What a healthy run looks like, criterion by criterion, judged from its artifacts alone.
+
+Each takes the Evidence of a run and returns a Finding. Limits come from the run's own config and run.info.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, median
+
+from tamis.run.checks.evidence import Evidence
+from tamis.run.checks.findings import Finding, failed, judged, not_measured, passed
+from tamis.run.files.heartbeat import Heartbeat
+
+LEAST_ROWS_FOR_TREND = 4
+LEAST_STEPS_FOR_STEADINESS = 20
+WARM_UP_STEPS = 5  # the first steps compile, allocate and fill caches; they say nothing about the rest
+SLOWEST_TO_MEDIAN = 3.0  # p95 of step times
+DRIFT = 1.5  # last quarter against first
+THROUGHPUT_SPREAD = 0.5  # slowest tenth of the logged rows against the median
+LARGEST_FETCH_SHARE = 0.2  # of a step's time may be spent waiting for data
+
+
+def completed(evidence: Evidence) -> Finding:
+    last = evidence.last_beat
+    if last is None:
+        return failed("no heartbeat was written")
+    if evidence.config is None:
+        return failed("config.yaml is missing, so nothing says how many steps there had to be")
+    steps = evidence.config.train.steps
+    done = evidence.last_step >= steps
+    return judged(done, f"{evidence.last_step} of {steps} steps on every rank; last phase {last.phase}", last.ts)
+
+
+def heartbeats_on_every_rank(evidence: Evidence) -> Finding:
+    """Every rank ended a step, and rank 0 shows the whole cycle of phases."""
+    if evidence.processes is None:
+        return not_measured("run.info does not say how many processes there had to be")
+    silent = [rank for rank in range(evidence.processes) if not evidence.step_ends.get(rank)]
+    if silent:
+        return failed(f"no step_end from rank {', '.join(map(str, silent))} of {evidence.processes}")
+    missing = {"step_start", "progress", "step_end"} - {beat.phase for beat in evidence.beats[0]}
+    if missing:
+        return failed(f"rank 0 never wrote {', '.join(sorted(missing))}")
+    return passed(f"{evidence.processes} of {evidence.processes} ranks ended steps", evidence.step_ends[0][0].ts)
+
+
+def loss_finite(evidence: Evidence) -> Finding:
+    losses = _losses(evidence)
+    if not losses:
+        return failed("no loss was recorded")
+    bad = next(((step, loss) for step, loss in losses if not math.isfinite(loss)), None)
+    if bad:
+        return failed(f"loss {bad[1]} at step {bad[0]}")
+    return passed(f"{len(losses)} losses, all finite; last {losses[-1][1]:.4f} at step {losses[-1][0]}", _end(evidence))
+
+
+def loss_falling(evidence: Evidence) -> Finding:
+    losses = [loss for _, loss in _losses(evidence)]
+    if not losses:
+        return failed("no loss was recorded")
+    if len(losses) < LEAST_ROWS_FOR_TREND:
+        return not_measured(f"{len(losses)} losses are too few for a trend")
+    third = max(1, len(losses) // 3)
+    first, last = mean(losses[:third]), mean(losses[-third:])
+    return judged(last < first, f"mean of the first third {first:.4f}, of the last {last:.4f}", _end(evidence))
+
+
+def step_times_steady(evidence: Evidence) -> Finding:
+    if not evidence.step_ends:
+        return failed("no heartbeat was written")
+    worst = [_steadiness(rank, _step_times(ends)) for rank, ends in evidence.step_ends.items()]
+    failures = [finding for finding in worst if finding.status == "fail"]
+    return failures[0] if failures else worst[0]
+
+
+def _steadiness(rank: int, times: list[float]) -> Finding:
+    if len(times) < LEAST_STEPS_FOR_STEADINESS:
+        return not_measured(f"rank {rank}: {len(times)} timed steps, at least {LEAST_STEPS_FOR_STEADINESS} needed")
+    typical, slow = median(times), percentile(times, 95)
+    quarter = len(times) // 4
+    drift = median(times[-quarter:]) / median(times[:quarter])
+    steady = slow <= SLOWEST_TO_MEDIAN * typical and drift <= DRIFT
+    return judged(
+        steady,
+        f"rank {rank}: median {typical * 1e3:.1f} ms, p95 {slow * 1e3:.1f} ms (limit {SLOWEST_TO_MEDIAN:g}× median), "
+        f"last quarter {drift:.2f}× the first (limit {DRIFT:g}×)",
+    )
+
+
+def throughput_stable(evidence: Evidence) -> Finding:
+    speeds = [row.toks_per_s for row in evidence.training[1:]]  # the first row holds the compilation
+    if len(speeds) < LEAST_ROWS_FOR_TREND:
+        return not_measured(f"{len(speeds)} logged rows after the first are too few")
+    typical, slow = median(speeds), percentile(speeds, 10)
+    return judged(
+        slow >= THROUGHPUT_SPREAD * typical > 0,
+        f"median {typical:,.0f} tok/s, slowest tenth {slow:,.0f} (at least {THROUGHPUT_SPREAD:.0%} of the median)",
+        _end(evidence),
+    )
+
+
+def typical_throughput(evidence: Evidence) -> float | None:
+    """Median tokens per second of the whole group, over the steps after the warm-up."""
+    ends = evidence.step_ends.get(0, [])
+    speeds = [beat.toks_per_s for beat in ends[WARM_UP_STEPS:] or ends if beat.toks_per_s]
+    speeds = speeds or [row.toks_per_s for row in evidence.training]
+    return median(speeds) if speeds else None
+
+
+def data_keeps_up(evidence: Evidence) -> Finding:
+    ends = evidence.step_ends.get(0, [])[WARM_UP_STEPS:]
+    timed = [(beat.dt_fetch_s, beat.dt_step_s) for beat in ends if beat.dt_fetch_s is not None and beat.dt_step_s]
+    if not timed:
+        return not_measured("no step after the warm-up tells its fetch time")
+    share = sum(fetch for fetch, _ in timed) / sum(step for _, step in timed)  # type: ignore[misc]
+    slowest = max(fetch for fetch, _ in timed)
+    return judged(share <= LARGEST_FETCH_SHARE, f"{share:.1%} of the time waits for data; longest {slowest:.2f} s")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def _losses(evidence: Evidence) -> list[tuple[int, float]]:
+    """Every step's loss from rank 0's heartbeat, or the logged rows when the heartbeat was rotated away."""
+    from_beats = [(beat.step, beat.loss) for beat in evidence.step_ends.get(0, []) if beat.loss is not None]
+    from_rows = [(row.step, row.loss) for row in evidence.training]
+    reaches_back = from_beats and (not from_rows or from_beats[0][0] <= from_rows[0][0])
+    return from_beats if reaches_back else from_rows
+
+
+def _step_times(ends: list[Heartbeat]) -> list[float]:
+    return [beat.dt_step_s for beat in ends[WARM_UP_STEPS:] if beat.dt_step_s is not None]
+
+
+def _end(evidence: Evidence) -> float | None:
+    return evidence.last_beat.ts if evidence.last_beat else None

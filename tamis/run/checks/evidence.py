@@ -1,0 +1,138 @@
+"""Everything a run left behind, read once: what phases, judge, report and handoff decide by. Reads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tamis.config import Config, ConfigError, load_config
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
+from tamis.run.files.gpu_usage import UsageSample, read_usage, usage_csv
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.info import read_info
+
+LOGS = ("launch.log", "smoke.log", "train.log")
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    step: int
+    loss: float
+    lr: float
+    toks_per_s: float
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    step: int
+    loss: float
+    ppl: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    directory: RunDirectory
+    config: Config | None  # None: config.yaml is missing or cannot be read
+    info: dict[str, Any]  # run.info; empty when there is none
+    training: list[TrainingRow]
+    validation: list[ValidationRow]
+    beats: dict[int, list[Heartbeat]]  # by rank, oldest first
+    events: list[dict[str, Any]]  # ts, by, event, reason and maybe evidence
+    usage: list[UsageSample]
+
+    @property
+    def processes(self) -> int | None:
+        """How many ranks there had to be, by run.info; None when nothing says."""
+        count = self.info.get("processes")
+        return count if isinstance(count, int) else None
+
+    @property
+    def logs(self) -> list[Path]:
+        """What every launch printed into this directory, oldest first."""
+        folders = [self.directory.path, *launch_folders(self.info)]
+        return [path for folder in folders for name in LOGS if (path := folder / name).is_file()]
+
+    @cached_property
+    def step_ends(self) -> dict[int, list[Heartbeat]]:
+        return {rank: [beat for beat in beats if beat.phase == "step_end"] for rank, beats in self.beats.items()}
+
+    @property
+    def last_beat(self) -> Heartbeat | None:
+        """The latest beat of any rank."""
+        lasts = [beats[-1] for beats in self.beats.values() if beats]
+        return max(lasts, key=lambda beat: beat.ts, default=None)
+
+    @property
+    def last_step(self) -> int:
+        """The last step every rank with heartbeats has finished."""
+        return min((ends[-1].step if ends else 0 for ends in self.step_ends.values()), default=0)
+
+    def until(self, step: int) -> Evidence:
+        """The same run as it was when `step` was finished."""
+        ends = [beat.ts for beats in self.step_ends.values() for beat in beats if beat.step <= step]
+        moment = max(ends, default=float("-inf"))
+        return replace(
+            self,
+            training=[row for row in self.training if row.step <= step],
+            validation=[row for row in self.validation if row.step <= step],
+            beats={rank: [beat for beat in beats if beat.ts <= moment] for rank, beats in self.beats.items()},
+            events=[event for event in self.events if event["ts"] <= moment],
+            usage=[sample for sample in self.usage if sample.ts <= moment],
+        )
+
+
+def read_evidence(run_dir: str | Path | RunDirectory) -> Evidence:
+    directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
+    return Evidence(
+        directory=directory,
+        config=read_config(directory),
+        info=read_info(directory.run_info),
+        training=read_training(directory.training_csv),
+        validation=read_validation(directory.val_csv),
+        beats={rank: read_heartbeats(path) for rank, path in directory.heartbeats().items()},
+        events=read_events(directory),
+        usage=read_usage(usage_csv(directory)),
+    )
+
+
+def launch_folders(info: dict[str, Any]) -> list[Path]:
+    """artifacts/train_runs/m7c_<timestamp> of each launch that wrote to the same out_dir, oldest first."""
+    run_dir = info.get("run_dir")
+    if not isinstance(run_dir, str) or run_dir == info.get("out_dir"):
+        return []
+    siblings = sorted(path.parent for path in Path(run_dir).parent.glob("*/run.info"))
+    return [folder for folder in siblings if read_info(folder / "run.info").get("out_dir") == info.get("out_dir")]
+
+
+def read_config(directory: RunDirectory) -> Config | None:
+    try:
+        return load_config(directory.config_yaml)
+    except ConfigError:
+        return None
+
+
+def read_training(path: Path) -> list[TrainingRow]:
+    return [TrainingRow(int(step), loss, lr, speed) for step, loss, lr, speed in _number_rows(path, columns=4)]
+
+
+def read_validation(path: Path) -> list[ValidationRow]:
+    return [ValidationRow(int(step), loss, ppl) for step, loss, ppl in _number_rows(path, columns=3)]
+
+
+def _number_rows(path: Path, columns: int) -> list[list[float]]:
+    """Complete rows of numbers; the header, and a line cut short by a kill, are not."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [row for row in map(_numbers, lines) if row and len(row) == columns]
+
+
+def _numbers(line: str) -> list[float] | None:
+    try:
+        return [float(cell) for cell in line.split(",")]
+    except ValueError:
+        return None

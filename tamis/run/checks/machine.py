@@ -1,0 +1,175 @@
+"""What the preflight asks of the machine itself: software, GPUs, disk, limits, clock, loopback. Starts no process."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tamis.config import Config
+from tamis.config.size import parameter_count
+from tamis.run.checks.findings import Criterion, Finding, failed, judged, not_measured, passed
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.environment import cuda_of_torch, package_versions
+from tamis.run.files.hardware import MIB, Gpu, free_disk_mib
+from tamis.run.files.lock import RunLock
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
+LOGS_MIB = 1024  # room for heartbeats, TensorBoard and logs
+FOREIGN_GPU_MIB = 2048  # more than a driver and a desktop use: somebody else computes there
+OLDEST_PLAUSIBLE_TIME = 1_767_225_600  # 2026-01-01: a machine that says earlier has lost its clock
+LEAST_DRIVER_BY_CUDA = {13: 580, 12: 525, 11: 450}  # NVIDIA's minor-version compatibility
+LEAST_OPEN_FILES = 1024
+SHARED_MEMORY_MIB_PER_GPU = 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the checks look at."""
+
+    config: Config
+    config_file: Path  # the resolved config, for the child processes
+    gpus: Sequence[Gpu]
+
+    @property
+    def out_dir(self) -> Path:
+        return Path(self.config.train.out_dir)
+
+    @property
+    def wants_gpu(self) -> bool:
+        return self.config.runtime.device != "cpu" and (
+            bool(self.gpus) or self.config.runtime.device == "cuda" or self.config.runtime.production
+        )
+
+
+def python_and_torch(subject: Subject) -> Finding:
+    versions = package_versions()
+    found = f"python {sys.version_info.major}.{sys.version_info.minor}, torch {versions['torch']}"
+    return judged(versions["torch"] is not None and sys.version_info >= (3, 11), found)
+
+
+def driver_matches_torch(subject: Subject) -> Finding:
+    if not subject.wants_gpu:
+        return not_measured("no GPU is used")
+    cuda = cuda_of_torch()
+    if cuda is None:
+        return failed("this torch is built for the CPU only")
+    if not subject.gpus:
+        return failed(f"torch is built for CUDA {cuda}, but no driver answers")
+    driver = subject.gpus[0].driver
+    least = LEAST_DRIVER_BY_CUDA.get(int(cuda.split(".")[0]))
+    if least is None:
+        return not_measured(f"no driver requirement known for CUDA {cuda}; driver {driver}")
+    return judged(int(driver.split(".")[0]) >= least, f"driver {driver}; CUDA {cuda} of torch needs {least} or newer")
+
+
+def gpus_are_there_and_free(subject: Subject) -> Finding:
+    if not subject.wants_gpu:
+        return not_measured("no GPU: the run uses the CPU")
+    if not subject.gpus:
+        wish = "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
+        return failed(f"no GPU found, but {wish}", "use a machine with a GPU, or set runtime.device: cpu")
+    listing = ", ".join(f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free" for gpu in subject.gpus)
+    return judged(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
+
+
+def disk_for_checkpoints(subject: Subject) -> Finding:
+    train = subject.config.train
+    kept = train.keep_checkpoints or math.ceil(train.steps / train.save_every)
+    one = parameter_count(subject.config) * CHECKPOINT_BYTES_PER_PARAMETER / MIB
+    needed = math.ceil((kept + 1) * one) + LOGS_MIB  # one more than kept: the next is written before the oldest goes
+    free = free_disk_mib(subject.out_dir)
+    return judged(free >= needed, f"{free} MiB free, {needed} MiB needed for {kept} checkpoints of {one:.0f} MiB")
+
+
+def out_dir_is_writable(subject: Subject) -> Finding:
+    existing = next(p for p in [subject.out_dir.absolute(), *subject.out_dir.absolute().parents] if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            skew = os.stat(file.name).st_mtime - time.time()
+    except OSError as error:
+        return failed(f"{existing}: {error.strerror}")
+    # A halt file counts by its time of writing: a file server whose clock is off would make it look stale.
+    return judged(abs(skew) < 5, f"{existing} can be written; its clock differs by {abs(skew):.1f} s (limit 5 s)")
+
+
+def nobody_else_trains_there(subject: Subject) -> Finding:
+    lock = RunLock(RunDirectory(subject.out_dir).lock)
+    if lock.is_held():
+        owner = lock.owner() or {}
+        return failed(f"{subject.out_dir} belongs to process {owner.get('pid')} ({owner.get('purpose')})")
+    return passed(f"{subject.out_dir} has no owner")
+
+
+def clock_is_sane(subject: Subject) -> Finding:
+    return judged(time.time() > OLDEST_PLAUSIBLE_TIME, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+
+
+def limits_are_wide_enough(subject: Subject) -> Finding:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoint = parameter_count(subject.config) * CHECKPOINT_BYTES_PER_PARAMETER
+    enough = _at_least(files, LEAST_OPEN_FILES) and _at_least(size, checkpoint)
+    return judged(enough, f"open files {_limit(files)} (at least {LEAST_OPEN_FILES}), file size {_limit(size)}")
+
+
+def shared_memory_is_large_enough(subject: Subject) -> Finding:
+    if len(subject.gpus) < 2:
+        return not_measured("fewer than two GPUs: NCCL needs no shared memory")
+    free = shutil.disk_usage("/dev/shm").free // MIB
+    needed = SHARED_MEMORY_MIB_PER_GPU * len(subject.gpus)
+    return judged(free >= needed, f"/dev/shm has {free} MiB free, {needed} MiB needed")
+
+
+def loopback_works(subject: Subject) -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+            return passed(f"connected to 127.0.0.1 port {server.getsockname()[1]}")
+    except OSError as error:
+        return failed(f"no connection over 127.0.0.1: {error}")
+
+
+def _at_least(limit: int, least: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= least
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+MACHINE_CHECKS = (
+    Criterion("Python and torch", python_and_torch, "run bash scripts/prime_bootstrap.sh"),
+    Criterion(
+        "driver matches torch",
+        driver_matches_torch,
+        "install a newer driver, or a torch built for this one (bash scripts/prime_bootstrap.sh)",
+    ),
+    Criterion(
+        "GPUs are there and free", gpus_are_there_and_free, "stop the processes that nvidia-smi lists, then check again"
+    ),
+    Criterion(
+        "disk holds the checkpoints",
+        disk_for_checkpoints,
+        "free space, lower train.keep_checkpoints, or point train.out_dir at a larger disk",
+    ),
+    Criterion(
+        "out_dir can be written", out_dir_is_writable, "change train.out_dir, its permissions, or the clock of the disk"
+    ),
+    Criterion("nobody else trains in out_dir", nobody_else_trains_there, "halt the other run, or change train.out_dir"),
+    Criterion("clock is sane", clock_is_sane, "set the clock (timedatectl set-ntp true)"),
+    Criterion("process limits", limits_are_wide_enough, "raise them: ulimit -n 65536; ulimit -f unlimited"),
+    Criterion("shared memory", shared_memory_is_large_enough, "start the container with --shm-size=1g or --ipc=host"),
+    Criterion("loopback network", loopback_works, "bring up the lo interface; a firewall must let 127.0.0.1 through"),
+)

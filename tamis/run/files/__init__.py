@@ -1,0 +1,1 @@
+"""Names and formats of every file in a run directory."""

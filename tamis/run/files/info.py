@@ -1,0 +1,118 @@
+"""run.info: what is about to run, on what, from which config and commit; written and printed before step 1.
+
+It is YAML, so a person and a program read the same file.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tamis.config import Config, ConfigError, load_config
+from tamis.config.size import parameter_count
+from tamis.run.files.environment import cuda_of_torch, package_versions
+from tamis.run.files.hardware import Gpu
+from tamis.run.files.records import write_text_atomic
+
+ETA_UNKNOWN = "unknown until measured"
+WATCHED_FOLDERS = ("configs", "scripts")  # an operator who edits these mid-way must find it in run.info
+
+
+def describe_run(
+    config: Config,
+    *,
+    config_path: str | Path,
+    run_dir: Path,
+    gpus: Sequence[Gpu],
+    processes: int,
+    command: Sequence[str],
+    estimate_toks_per_s: float | None = None,  # of this very config on this machine, measured by a short probe
+    repository: Path | None = None,
+) -> dict[str, Any]:
+    """All fields of run.info. The ETA stays unknown here: nothing has been measured yet."""
+    repository = repository or Path.cwd()
+    tokens_per_step = config.tokens_per_step(processes)
+    return {
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "run_dir": str(run_dir),
+        "out_dir": config.train.out_dir,
+        "config": str(config_path),
+        "config_hash": config.hash,
+        "config_changes": config_changes(config, config_path) + altered_files(repository),
+        "model": config.model.name,
+        "attention": config.model.attention,
+        "parameters": parameter_count(config),
+        "dataset": config.data.dataset,
+        "tokenizer": config.data.tokenizer,
+        "precision": config.runtime.precision,
+        "gpu_count": len(gpus),
+        "gpus": [f"{gpu.name}, {gpu.total_mib} MiB" for gpu in gpus],
+        "driver": gpus[0].driver if gpus else None,
+        "torch": package_versions()["torch"],
+        "cuda_of_torch": cuda_of_torch(),
+        "processes": processes,
+        "launch_command": shlex.join(command),
+        "git_commit": git_commit(repository),
+        "steps": config.train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens_planned": tokens_per_step * config.train.steps,
+        "estimate_toks_per_s": estimate_toks_per_s,
+        "eta": ETA_UNKNOWN,
+    }
+
+
+def write_info(path: Path, info: dict[str, Any]) -> None:
+    write_text_atomic(path, yaml.safe_dump(info, sort_keys=False, width=1000, allow_unicode=True))
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """The fields of a run.info; none when there is none, or none that can be read."""
+    try:
+        info = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def write_eta(path: Path, eta: str) -> None:
+    """Replace the ETA once tokens have been measured."""
+    if info := read_info(path):
+        write_info(path, info | {"eta": eta})
+
+
+def config_changes(config: Config, config_path: str | Path) -> list[str]:
+    """Every key whose value is not the file's: set by flag, variable or override."""
+    try:
+        original = load_config(config_path).model_dump()
+    except ConfigError as error:
+        return [f"{config_path} cannot be compared: {error}"]
+    return [
+        f"{section}.{key}: {original[section][key]} → {value}"
+        for section, keys in config.model_dump().items()
+        for key, value in keys.items()
+        if original[section][key] != value
+    ]
+
+
+def altered_files(repository: Path) -> list[str]:
+    """Config and script files that differ from the commit."""
+    status = _git(repository, "status", "--porcelain", "--", *WATCHED_FOLDERS)
+    return [f"{line[3:]} differs from the commit" for line in (status or "").splitlines()]
+
+
+def git_commit(repository: Path) -> str:
+    return (_git(repository, "rev-parse", "HEAD") or "").strip() or "unknown: not a git checkout"
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

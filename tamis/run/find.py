@@ -1,0 +1,67 @@
+"""Which run an operator means: the directory that was named, or an error that names the runs there are. Reads only."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.info import read_info
+
+RUNS = Path("artifacts")  # where the shipped configs put theirs
+SHOWN = 5
+
+
+class NoSuchRun(ValueError):
+    """The path that was given is no run's directory; the message names those that are."""
+
+
+def existing_run(path: str | Path) -> RunDirectory:
+    """The run in this directory."""
+    directory = RunDirectory(path)
+    if out_dir := _out_dir_of_launch(directory):
+        raise NoSuchRun(f"{path} holds the logs of a launch; its run is in {out_dir}")
+    if not holds_a_run(directory):
+        raise NoSuchRun(no_run_in(path))
+    return directory
+
+
+def no_run_in(path: str | Path) -> str:
+    """A sentence that says what the path is instead, and names the runs nearby."""
+    path = Path(path)
+    state = "holds no run" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
+    runs = runs_near(path)
+    known = f"runs here: {', '.join(map(str, runs))}" if runs else "there is no run here yet, tamis run starts one"
+    return f"{path} {state}; give the directory that train.out_dir names ({known})"
+
+
+def runs_near(path: Path) -> list[Path]:
+    """Runs inside, around and beside the path and under artifacts/, the most similar names first."""
+    folders = [path.parent, *_folders(path), *_folders(path.parent), *_folders(RUNS)]
+    runs = {str(folder): folder for folder in folders if folder != path and _is_run(RunDirectory(folder))}
+    alike = difflib.get_close_matches(str(path), runs, n=SHOWN, cutoff=0.0)
+    return [runs[name] for name in alike]
+
+
+def holds_a_run(directory: RunDirectory) -> bool:
+    """Something of a run is there, were it only the reason why it did not start."""
+    traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]
+    traces += [directory.lock, directory.launch_lock, directory.trainer_lock]
+    traces += [directory.path / name for name in ("launch.log", "preflight.json")]
+    return any(trace.exists() for trace in traces) or bool(directory.heartbeats() or directory.checkpoints())
+
+
+def _is_run(directory: RunDirectory) -> bool:
+    return holds_a_run(directory) and _out_dir_of_launch(directory) is None
+
+
+def _out_dir_of_launch(directory: RunDirectory) -> str | None:
+    """Where the run is, when this is only the folder of a launch's logs (artifacts/train_runs/…)."""
+    info = read_info(directory.run_info)
+    run_dir, out_dir = info.get("run_dir"), info.get("out_dir")
+    is_launch = run_dir != out_dir and str(run_dir) == str(directory.path) and not directory.config_yaml.exists()
+    return str(out_dir) if is_launch and out_dir else None
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(path.glob("*/")) if path.is_dir() else []

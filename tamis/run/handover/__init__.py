@@ -1,0 +1,1 @@
+"""What a finished run gives away: report, curves, bundle, redaction."""

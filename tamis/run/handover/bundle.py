@@ -1,0 +1,220 @@
+"""`tamis handoff RUN`: one tar with everything a successor needs, every file listed with its sha256, and no secret.
+
+Only files named here go in. Text passes through the redaction; the checkpoint is verified before it is packed, and the
+finished bundle is read back and verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
+from tamis.run.checks.findings import utc, verdict, write_findings
+from tamis.run.checks.runbooks import judge_runbooks, span
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.gpu_usage import usage_csv
+from tamis.run.files.heartbeat import previous_file
+from tamis.run.files.info import altered_files
+from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
+from tamis.run.files.records import write_text_atomic
+from tamis.run.find import existing_run
+from tamis.run.handover.redaction import redactor
+from tamis.run.handover.report import page
+
+WEIGHTS = "weights.safetensors"
+SUMS = "SHA256SUMS"
+WEIGHTS_TIMEOUT_S = 600
+JUDGED = ("go_no_go", "preflight")
+
+Say = Callable[[str], None]
+
+
+def handoff(
+    run_dir: str | Path,
+    *,
+    output: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    repository: Path | None = None,
+    say: Say = print,
+) -> int:
+    """Write and verify the bundle; 0 when it is complete and verified, 1 when something is missing from it.
+
+    `output` defaults to a file with the time in its name, beside the run directory. Raises NoSuchRun.
+    """
+    directory = existing_run(run_dir)
+    stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
+    output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    say(f"collecting, judging and packing {directory.path} …")
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".handoff_") as scratch:  # a rename away from its place
+        folder = Path(scratch) / output.stem
+        folder.mkdir()
+        missing = collect(directory, folder, os.environ if environment is None else environment, repository, say)
+        pack(folder, output)
+    problems = verify_bundle(output)
+    write_text_atomic(output.with_name(output.name + ".sha256"), f"{sha256_of(output)}  {output.name}\n")
+    state = "damaged" if problems else "incomplete" if missing else "complete and verified"
+    say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {state}")
+    for line in [*missing, *problems]:
+        say(f"  {line}")
+    return 1 if missing or problems else 0
+
+
+def collect(
+    directory: RunDirectory, folder: Path, environment: Mapping[str, str], repository: Path | None, say: Say
+) -> list[str]:
+    """Fill the folder; returns a sentence for each thing a handoff should have and this run does not."""
+    evidence = read_evidence(directory)
+    repository = repository or Path.cwd()
+    redact = redactor(environment)
+    missing: list[str] = []
+    for source, target in text_files(evidence, repository).items():
+        if source.is_file():
+            copy_redacted(source, folder / target, redact)
+        elif target in REQUIRED:
+            missing.append(f"missing: {target}, the run did not write it")
+    missing += _add_checkpoint(directory, folder, say)
+    results = judge_runbooks(evidence)
+    every = [finding for findings in results.values() for finding in findings]
+    title = f"Success criteria, run of {span(evidence)}"
+    write_findings(folder / "criteria", title, [replace(f, evidence=redact(f.evidence)) for f in every])
+    (folder / "report.html").write_text(page(evidence, results, redact), encoding="utf-8")
+    (folder / "README.txt").write_text(_readme(evidence, verdict(every), missing), encoding="utf-8")
+    write_sums(folder)
+    return missing
+
+
+REQUIRED = ("run.info", "config.yaml", "env.json", "training.csv", "metrics.json", "events.jsonl")
+
+
+def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
+    """The allow-list: where each file is, and its name in the bundle."""
+    run = evidence.directory
+    plain = [run.run_info, run.config_yaml, run.env_json, run.metrics_json, run.training_csv, run.val_csv, run.events]
+    plain += [usage_csv(run), run.anomaly]
+    plain += [run.path / f"{stem}.{suffix}" for stem in JUDGED for suffix in ("json", "txt")]
+    plain += [file for path in run.heartbeats().values() for file in (previous_file(path), path)]
+    files = {path: path.name for path in plain}
+    files |= {path: f"logs/{path.parent.name}/{path.name}" for path in evidence.logs}
+    files |= {folder / "run.info": f"logs/{folder.name}/run.info" for folder in launch_folders(evidence.info)}
+    altered = (line.removesuffix(" differs from the commit") for line in altered_files(repository))
+    return files | {repository / name: f"altered/{name}" for name in altered}
+
+
+def copy_redacted(source: Path, target: Path, redact: Callable[[str], str]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(redact(source.read_bytes().decode(errors="replace")).encode())
+
+
+def pack(folder: Path, output: Path) -> None:
+    """A plain tar (weights do not compress), put in place only when it is whole."""
+    temporary = output.with_name(output.name + ".part")
+    with tarfile.open(temporary, "w") as bundle:
+        bundle.add(folder, arcname=folder.name, filter=_anonymous)
+    temporary.replace(output)
+
+
+def write_sums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def verify_bundle(path: Path) -> list[str]:
+    """Read the bundle back; a sentence for each file that is not as its sum says."""
+    with tarfile.open(path) as bundle:
+        members = {member.name.partition("/")[2]: member for member in bundle if member.isfile()}
+        found = {name: _sum_of(bundle, member) for name, member in members.items() if name != SUMS}
+        listed = _read_sums(bundle, members.get(SUMS))
+    wrong = [f"damaged: {name}" for name, digest in listed.items() if found.get(name) != digest]
+    return wrong + [f"not listed in {SUMS}: {name}" for name in found if name not in listed]
+
+
+def _add_checkpoint(directory: RunDirectory, folder: Path, say: Say) -> list[str]:
+    step = latest_valid_checkpoint(directory, on_damaged=say)
+    if step is None:
+        return ["missing: a checkpoint, there is no valid one"]
+    checkpoint = directory.checkpoint(step)
+    for path in (checkpoint, directory.manifest(step)):
+        _link(path, folder / path.name)
+    problem = _write_weights(checkpoint, folder / WEIGHTS)
+    return [f"missing: {WEIGHTS}, {problem}"] if problem else []
+
+
+def _link(source: Path, target: Path) -> None:
+    """Gigabytes are linked, not copied; a link also stays when retention removes the original meanwhile."""
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=_link_file)
+    else:
+        _link_file(source, target)
+
+
+def _link_file(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
+def _write_weights(checkpoint: Path, target: Path) -> str | None:
+    """The weights alone, made in a child process because it needs torch; a reason when it could not."""
+    command = [sys.executable, "-m", "tamis", "convert", str(checkpoint), str(target), "--kind", "safetensors"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WEIGHTS_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"not written within {WEIGHTS_TIMEOUT_S} s"
+    if done.returncode == 0 and target.is_file():
+        return None
+    return (done.stderr.strip().splitlines() or ["the conversion gave no reason"])[-1][:300]
+
+
+def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:
+    info = evidence.info
+    lines = [
+        f"Handoff of {info.get('model', evidence.directory.path.name)}, written {utc(time.time())}",
+        f"Run: {span(evidence)}, {evidence.last_step} steps; success criteria: {outcome}",
+        "",
+        "report.html       curves, criteria, facts; open it in any browser, it needs no network",
+        "run.info          machine, config, launch command, commit",
+        "config.yaml       the configuration as it ran; env.json: versions, GPUs, settings",
+        "training.csv      step,loss,lr,toks_per_s; val.csv: step,loss,ppl; metrics.json: final figures",
+        "criteria.txt      success criteria with their evidence; go_no_go.txt: the phases of the launch",
+        "events.jsonl      every decision of the supervisor; heartbeat_rank*.jsonl: every step of every rank",
+        "logs/             output of each launch; altered/: configs and scripts that differ from the commit",
+        "checkpoint_step*  the newest valid checkpoint and its manifest: tamis train config.yaml --resume FILE",
+        f"{WEIGHTS}  the weights alone",
+        f"{SUMS}        check with: sha256sum -c {SUMS}",
+    ]
+    lines += ["", "Not in this bundle:", *missing] if missing else []
+    return "\n".join(lines) + "\n"
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """User names of this machine are nobody's business."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _sum_of(bundle: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    file, digest = bundle.extractfile(member), hashlib.sha256()
+    while file and (block := file.read(1 << 20)):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_sums(bundle: tarfile.TarFile, member: tarfile.TarInfo | None) -> dict[str, str]:
+    """File name → sha256."""
+    file = bundle.extractfile(member) if member else None
+    lines = file.read().decode().splitlines() if file else []
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}

@@ -1,0 +1,82 @@
+"""What an operator should know at once, from the same rules the watchdog follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tamis.config import Config
+from tamis.config.size import parameter_count
+from tamis.run.checks.machine import CHECKPOINT_BYTES_PER_PARAMETER
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.halt import HaltFile
+from tamis.run.files.hardware import MIB, free_disk_mib
+from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.monitor.ranks import RankView, State
+from tamis.run.supervise.health_rules import judge_health
+from tamis.run.supervise.history import RunHistory
+from tamis.run.supervise.stall_rules import Limits, judge, limits_for, patience
+
+
+@dataclass(frozen=True)
+class Alert:
+    level: Literal["problem", "note"]
+    text: str
+
+
+def find_alerts(
+    directory: RunDirectory,
+    config: Config | None,
+    beats: dict[int, list[Heartbeat]],
+    ranks: list[RankView],
+    state: State,
+) -> list[Alert]:
+    """Problems first."""
+    limits = limits_for(config) if config else Limits()
+    history = RunHistory()
+    history.add(beat for of_rank in beats.values() for beat in of_rank)
+    alerts = [*_from_files(directory), *_from_numbers(history, limits)]
+    if state == "running":
+        alerts += _silent_ranks(history, ranks, limits)
+    if config and state in ("running", "starting", "restarting"):
+        alerts += _disk(directory, config)
+    return sorted(alerts, key=lambda alert: alert.level != "problem")
+
+
+def _from_files(directory: RunDirectory) -> list[Alert]:
+    alerts = []
+    if directory.anomaly.exists():
+        kind = directory.anomaly.read_text(encoding="utf-8", errors="replace").strip()
+        alerts.append(Alert("problem", f"anomaly on record: {kind}"))
+    if directory.halt.exists():
+        alerts.append(Alert("note", f"halt requested: {HaltFile(directory.halt).reason()}"))
+    unfinished = set(directory.checkpoint_traces()) - set(directory.checkpoints())
+    alerts += [Alert("note", f"checkpoint of step {step} is unfinished; it is never used") for step in unfinished]
+    return alerts
+
+
+def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:
+    """Loss, gradient, gates, memory and speed. The history has not waited, so that nothing counts as silent here."""
+    alarms = [*judge_health(history, limits), *judge(history, {}, limits)]
+    return [Alert("note" if alarm.severity == "note" else "problem", alarm.reason) for alarm in alarms]
+
+
+def _silent_ranks(history: RunHistory, ranks: list[RankView], limits: Limits) -> list[Alert]:
+    alerts = []
+    for view in ranks:
+        where = f"{view.phase} of step {view.step}"
+        limit = patience(history.ranks[view.rank], limits)
+        if not view.is_alive and view.phase not in ("done", "halted", "failed"):
+            alerts.append(Alert("problem", f"rank {view.rank} (pid {view.pid}) is dead, last seen in {where}"))
+        elif view.age_s > limit:
+            silence = f"silent for {view.age_s:.0f} s in {where} (limit {limit:.0f} s)"
+            alerts.append(Alert("problem", f"rank {view.rank} is {silence}"))
+    return alerts
+
+
+def _disk(directory: RunDirectory, config: Config) -> list[Alert]:
+    needed = parameter_count(config) * CHECKPOINT_BYTES_PER_PARAMETER // MIB
+    free = free_disk_mib(directory.path)
+    if free >= needed:
+        return []
+    return [Alert("problem", f"{free} MiB of disk left, the next checkpoint needs {needed} MiB")]

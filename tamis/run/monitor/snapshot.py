@@ -1,0 +1,230 @@
+"""The state of a run at one moment, read from its directory: what every view of the monitor shows. Reads only.
+
+It answers at any time: before the directory exists, before the first step, while it runs, and long after.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tamis.config import Config
+from tamis.config.size import parameter_count
+from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config, read_training, read_validation
+from tamis.run.checks.findings import utc
+from tamis.run.eta import Progress, measure_progress
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
+from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.info import read_info
+from tamis.run.files.manifest import read_manifest
+from tamis.run.find import runs_near
+from tamis.run.monitor.alerts import Alert, find_alerts
+from tamis.run.monitor.ranks import RankView, State, rank_view, state_of
+
+BEATS_OF_RANK_0 = 3000  # about a thousand steps: enough for recent curves and a steady ETA
+BEATS_OF_OTHERS = 60
+RECENT_EVENTS = 8
+
+
+@dataclass(frozen=True)
+class GateView:
+    layer: int
+    compressed: float
+    selected: float
+    window: float
+    entropy: float | None
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    step: int
+    mib: float
+    time: str
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds; the last step's, and medians over the recent ones."""
+
+    step_s: float | None = None
+    fetch_s: float | None = None
+    compute_s: float | None = None  # step without fetch
+    fetch_p50_s: float | None = None
+    fetch_p95_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    run_dir: str
+    taken_at: str
+    state: State
+    headline: str  # one sentence
+    launch_phase: int | None = None  # 0 to 2 while a launch by phases rehearses
+    model: str | None = None
+    parameters: int | None = None
+    dataset: str | None = None
+    processes: int | None = None
+    step: int = 0
+    steps: int | None = None
+    phase: str | None = None
+    progress: Progress = field(default_factory=Progress)
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    toks_per_s: float | None = None
+    mfu: float | None = None
+    times: StepTimes = field(default_factory=StepTimes)
+    training: list[TrainingRow] = field(default_factory=list)
+    validation: list[ValidationRow] = field(default_factory=list)
+    ranks: list[RankView] = field(default_factory=list)
+    gates: list[GateView] = field(default_factory=list)
+    gate_entropy_mean: float | None = None
+    gate_collapse_fraction: float | None = None
+    gpus: list[Gpu] = field(default_factory=list)
+    checkpoints: list[CheckpointView] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequence[Gpu] | None = None) -> Snapshot:
+    """Everything the monitor knows. `now` and `gpus` are the machine's own unless given."""
+    now = time.time() if now is None else now
+    alerts: list[Alert] = []
+    if gpus is None:
+        try:
+            gpus = read_gpus()
+        except GpuLost as error:
+            gpus, alerts = [], [Alert("problem", str(error))]
+    directory = active_directory(RunDirectory(run_dir))
+    if directory.path.is_dir():
+        snapshot = _read(directory, now, list(gpus))
+        return replace(snapshot, alerts=alerts + snapshot.alerts)
+    sentence = f"the run directory does not exist yet{_others(directory.path)}"
+    return Snapshot(str(directory.path), utc(now), "missing", sentence, gpus=[*gpus], alerts=alerts)
+
+
+def _others(path: Path) -> str:
+    """A name may be mistyped: the runs there are, for whoever waits here."""
+    runs = runs_near(path)
+    return f"; runs here: {', '.join(map(str, runs))}" if runs else ""
+
+
+def active_directory(out: RunDirectory) -> RunDirectory:
+    """Where the run is now: a rehearsal of phases 0 to 2 under OUT/phases, or OUT itself."""
+    candidates = [out, *map(RunDirectory, sorted((out.path / "phases").glob("phase*_*")))]
+    return max(candidates, key=_last_written)
+
+
+def _launch_phase(directory: RunDirectory) -> int | None:
+    match = re.match(r"phase(\d)_", directory.path.name)
+    return int(match[1]) if match and directory.path.parent.name == "phases" else None
+
+
+def _last_written(directory: RunDirectory) -> float:
+    files = [*directory.heartbeats().values(), directory.run_info]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def _read(directory: RunDirectory, now: float, gpus: list[Gpu]) -> Snapshot:
+    config, info = read_config(directory), read_info(directory.run_info)
+    beats = _read_beats(directory)
+    ranks = [rank_view(rank, of_rank, now) for rank, of_rank in beats.items() if of_rank]
+    state, headline = state_of(directory, ranks)
+    ends = [beat for beat in beats.get(0, []) if beat.phase == "step_end"]
+    last = ends[-1] if ends else None
+    processes = info.get("processes") or len(beats) or None
+    training = read_training(directory.training_csv)
+    events = read_events(directory)
+    return Snapshot(
+        run_dir=str(directory.path),
+        taken_at=utc(now),
+        state=state,
+        headline=headline,
+        launch_phase=_launch_phase(directory),
+        model=config.model.name if config else info.get("model"),
+        parameters=parameter_count(config) if config else info.get("parameters"),
+        dataset=config.data.dataset if config else info.get("dataset"),
+        processes=processes,
+        step=last.step if last else (training[-1].step if training else 0),
+        steps=config.train.steps if config else info.get("steps"),
+        phase=beats[0][-1].phase if beats.get(0) else None,
+        progress=_progress(config, processes, ends, state),
+        loss=_latest(ends, "loss"),
+        lr=_latest(ends, "lr"),
+        grad_norm=_latest(ends, "grad_norm"),
+        toks_per_s=_latest(ends, "toks_per_s"),
+        mfu=_latest(ends, "mfu"),
+        times=_step_times(ends),
+        training=training if len(training) > 1 else _rows_of_beats(ends),
+        validation=read_validation(directory.val_csv),
+        ranks=ranks,
+        gates=_gate_views(ends),
+        gate_entropy_mean=_latest(ends, "gate_entropy_mean"),
+        gate_collapse_fraction=_latest(ends, "gate_collapse_fraction"),
+        gpus=gpus,
+        checkpoints=_checkpoint_views(directory),
+        alerts=find_alerts(directory, config, beats, ranks, state),
+        events=events[-RECENT_EVENTS:],
+    )
+
+
+def _read_beats(directory: RunDirectory) -> dict[int, list[Heartbeat]]:
+    return {
+        rank: read_heartbeats(path, tail=BEATS_OF_OTHERS if rank else BEATS_OF_RANK_0)
+        for rank, path in directory.heartbeats().items()
+    }
+
+
+def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> Progress:
+    if config is None or processes is None or not ends:
+        return Progress()
+    return measure_progress(ends, config.tokens_per_step(processes), config.train.steps, is_running=state == "running")
+
+
+def _step_times(ends: list[Heartbeat]) -> StepTimes:
+    step, fetch = _latest(ends, "dt_step_s"), _latest(ends, "dt_fetch_s")
+    compute = step - fetch if step is not None and fetch is not None else None
+    return StepTimes(step, fetch, compute, _latest(ends, "dt_fetch_p50_s"), _latest(ends, "dt_fetch_p95_s"))
+
+
+def _latest(ends: list[Heartbeat], name: str) -> float | None:
+    """The newest value of a field that not every beat carries."""
+    return next((value for beat in reversed(ends) if (value := getattr(beat, name)) is not None), None)
+
+
+def _rows_of_beats(ends: list[Heartbeat]) -> list[TrainingRow]:
+    """Curves before the second logged row come from the heartbeats, which hold every step."""
+    return [
+        TrainingRow(beat.step, beat.loss, beat.lr or 0.0, beat.toks_per_s or 0.0)
+        for beat in ends
+        if beat.loss is not None and math.isfinite(beat.loss)
+    ]
+
+
+def _gate_views(ends: list[Heartbeat]) -> list[GateView]:
+    beat = next((beat for beat in reversed(ends) if beat.gate_shares), None)
+    if beat is None or beat.gate_shares is None:
+        return []
+    entropies = dict(enumerate(beat.gate_entropy or []))
+    return [
+        GateView(layer, compressed, selected, window, entropies.get(layer))
+        for layer, (compressed, selected, window) in enumerate(beat.gate_shares)
+    ]
+
+
+def _checkpoint_views(directory: RunDirectory) -> list[CheckpointView]:
+    views = []
+    for step in directory.checkpoints():
+        try:
+            manifest = read_manifest(directory.manifest(step))
+        except ValueError:
+            continue  # the alerts name it
+        views.append(CheckpointView(step, manifest["bytes"] / 2**20, str(manifest.get("time", ""))))
+    return views

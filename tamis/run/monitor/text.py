@@ -1,0 +1,170 @@
+"""The monitor in plain lines, panel by panel: for --once, for narrow terminals, and inside the live screen."""
+
+from __future__ import annotations
+
+import math
+
+from tamis.run.checks.findings import utc
+from tamis.run.eta import duration_text
+from tamis.run.files.hardware import Gpu
+from tamis.run.monitor.ranks import RankView
+from tamis.run.monitor.snapshot import Snapshot
+
+BAR_WIDTH = 20
+EQUAL_GATES_NATS = math.log(3)
+SHOWN_CHECKPOINTS = 6
+
+
+def snapshot_text(snapshot: Snapshot) -> str:
+    """Everything, one panel after the other; empty panels are left out."""
+    panels = {
+        "": status_lines(snapshot),
+        "step time": time_lines(snapshot),
+        "ranks": rank_lines(snapshot),
+        "GPUs": gpu_lines(snapshot),
+        "gates by layer": gate_lines(snapshot),
+        "checkpoints": checkpoint_lines(snapshot),
+        "events": event_lines(snapshot),
+        "alerts": alert_lines(snapshot),
+    }
+    blocks = [[f"-- {title}", *lines] if title else lines for title, lines in panels.items() if lines]
+    return "\n".join(line for block in blocks for line in block)
+
+
+def status_lines(snapshot: Snapshot) -> list[str]:
+    where = f"{snapshot.run_dir}  at {snapshot.taken_at}"
+    if snapshot.launch_phase is not None:
+        where = f"launch phase {snapshot.launch_phase} of 3 in {where}"
+    lines = [f"{snapshot.state.upper()}  {snapshot.headline}", where]
+    if snapshot.model:
+        count = f"{snapshot.parameters / 1e6:.1f}M parameters" if snapshot.parameters else "size unknown"
+        lines.append(f"{snapshot.model}, {count}, {snapshot.dataset}, {snapshot.processes or '?'} process(es)")
+    if snapshot.steps:
+        lines.append(progress_line(snapshot))
+    if snapshot.loss is not None:
+        lines += [_loss_line(snapshot), _speed_line(snapshot)]
+    return lines
+
+
+def progress_line(snapshot: Snapshot) -> str:
+    share = snapshot.step / snapshot.steps if snapshot.steps else 0.0
+    line = f"{bar(share)} step {snapshot.step:,}/{snapshot.steps:,} ({share:.1%})"
+    done, planned = snapshot.progress.tokens_done, snapshot.progress.tokens_planned
+    if done is not None and planned is not None:
+        line += f"  {quantity(done)}/{quantity(planned)} tokens"
+    if snapshot.state == "running":
+        line += f"  ETA {duration_text(snapshot.progress.eta_s)}"
+    return line
+
+
+def time_lines(snapshot: Snapshot) -> list[str]:
+    times = snapshot.times
+    if times.step_s is None:
+        return []
+    line = f"step {seconds(times.step_s)} = fetch {seconds(times.fetch_s)} + compute {seconds(times.compute_s)}"
+    lines = [line]
+    if times.fetch_p50_s is not None:
+        lines.append(f"fetch p50 {seconds(times.fetch_p50_s)}, p95 {seconds(times.fetch_p95_s)}")
+    if snapshot.progress.tokens_per_s is not None:
+        lines.append(f"{snapshot.progress.tokens_per_s:,.0f} tok/s, evaluations and saves included")
+    return lines
+
+
+def rank_lines(snapshot: Snapshot) -> list[str]:
+    """What is acted on first (kill -USR1 PID): a narrow panel cuts the end, memory in use and reserved."""
+    if not snapshot.ranks:
+        return []
+    return ["rank     pid   step   age phase              GiB", *map(_rank_line, snapshot.ranks)]
+
+
+def gpu_lines(snapshot: Snapshot) -> list[str]:
+    return [_gpu_line(gpu) for gpu in snapshot.gpus]
+
+
+def gate_lines(snapshot: Snapshot) -> list[str]:
+    """Shares of the three branches; entropy ln 3 is where gates start."""
+    if not snapshot.gates:
+        return []
+    lines = ["layer  cmp   sel   win   entropy"]
+    for gate in snapshot.gates:
+        entropy = "" if gate.entropy is None else f"{gate.entropy:.3f} {bar(gate.entropy / EQUAL_GATES_NATS, 5)}"
+        lines.append(f"{gate.layer:5d}  {gate.compressed:.2f}  {gate.selected:.2f}  {gate.window:.2f}  {entropy}")
+    if snapshot.gate_entropy_mean is not None:
+        collapse = snapshot.gate_collapse_fraction
+        lines.append(f"mean {snapshot.gate_entropy_mean:.3f} of ln 3 = {EQUAL_GATES_NATS:.3f}")
+        lines += [] if collapse is None else [f"collapsed heads {collapse:.1%}"]
+    return lines
+
+
+def checkpoint_lines(snapshot: Snapshot) -> list[str]:
+    shown = snapshot.checkpoints[-SHOWN_CHECKPOINTS:]
+    return [f"step {saved.step:<7} {saved.mib:8,.1f} MiB  {saved.time}" for saved in reversed(shown)]
+
+
+def event_lines(snapshot: Snapshot) -> list[str]:
+    return [
+        f"{utc(event['ts'])[11:19]} {event.get('by')} {event.get('event')}: {event.get('reason')}"
+        for event in snapshot.events
+    ]
+
+
+def newest_events_first(snapshot: Snapshot) -> list[str]:
+    """For a panel that has not room for all."""
+    return event_lines(snapshot)[::-1]
+
+
+def alert_lines(snapshot: Snapshot) -> list[str]:
+    return [f"{'!!' if alert.level == 'problem' else ' i'} {alert.text}" for alert in snapshot.alerts]
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> str:
+    filled = round(min(1.0, max(0.0, share)) * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def quantity(count: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.2f}{letter}"
+    return f"{count:.0f}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def age(value: float) -> str:
+    return f"{value:.0f} s" if value < 1000 else duration_text(value)
+
+
+def _loss_line(snapshot: Snapshot) -> str:
+    parts = [f"loss {snapshot.loss:.4f}"]
+    if snapshot.validation:
+        last = snapshot.validation[-1]
+        parts.append(f"validation {last.loss:.4f} (perplexity {last.ppl:,.1f}) at step {last.step}")
+    return "  ".join(parts)
+
+
+def _speed_line(snapshot: Snapshot) -> str:
+    parts = [] if snapshot.toks_per_s is None else [f"{snapshot.toks_per_s:,.0f} tok/s"]
+    parts.append("MFU not measured" if snapshot.mfu is None else f"MFU {snapshot.mfu:.1%}")
+    if snapshot.lr is not None:
+        parts.append(f"lr {snapshot.lr:.2e}")
+    if snapshot.grad_norm is not None:
+        parts.append(f"gradient norm {snapshot.grad_norm:.2f}")
+    return "  ".join(parts)
+
+
+def _rank_line(view: RankView) -> str:
+    memory = "-" if view.is_alive else "gone"
+    if view.is_alive and view.mem_alloc_gib is not None and view.mem_reserved_gib is not None:
+        memory = f"{view.mem_alloc_gib:.1f}/{view.mem_reserved_gib:.1f}"
+    return f"{view.rank:4d} {view.pid:7d} {view.step:6d} {age(view.age_s):>5} {view.phase:<12} {memory:>9}"
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    busy = "busy ?" if gpu.utilisation_percent is None else f"busy {gpu.utilisation_percent:3d}%"
+    share = gpu.used_mib / gpu.total_mib if gpu.total_mib else 0.0
+    return f"GPU {gpu.index}  {busy}  {bar(share, 10)} {gpu.used_mib:,}/{gpu.total_mib:,} MiB  {gpu.name}"

@@ -1,0 +1,1 @@
+"""Start, watch, stop and restart the workers of a run."""

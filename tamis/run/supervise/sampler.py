@@ -1,0 +1,74 @@
+"""Beside a run, for as long as it lasts: samples the GPUs into gpu_usage.csv and keeps the ETA in run.info measured."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tamis.config import Config
+from tamis.run.background import repeated
+from tamis.run.checks.findings import utc
+from tamis.run.eta import duration_text, measure_progress
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.gpu_usage import append_usage
+from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.info import read_info, write_eta
+
+TICKS_PER_ETA = 60  # a new ETA each minute
+RECENT_BEATS = 3000
+
+
+@contextmanager
+def attended(
+    config: Config,
+    processes: int,
+    *,
+    every_s: float = 1.0,
+    read: Callable[[], Sequence[Gpu]] = read_gpus,
+) -> Iterator[None]:
+    """Attend the run of this config in a background thread while the block runs."""
+    directory, ticks = RunDirectory(config.train.out_dir), itertools.count(1)
+
+    def attend() -> None:
+        with suppress(GpuLost):  # the workers will tell, in their own way
+            append_usage(directory, read())
+        if next(ticks) % TICKS_PER_ETA == 0:
+            refresh_eta(directory, config, processes)
+
+    try:
+        with repeated(every_s, attend):
+            yield
+    finally:
+        refresh_eta(directory, config, processes)
+
+
+def refresh_eta(directory: RunDirectory, config: Config, processes: int) -> None:
+    """Write the measured ETA to run.info, here and in the launch's own folder; before three steps nothing is said."""
+    beats = read_heartbeats(directory.heartbeat(0), tail=RECENT_BEATS)
+    if not beats:
+        return
+    eta = eta_text(beats, config.tokens_per_step(processes), config.train.steps)
+    if eta is None:
+        return
+    launched = read_info(directory.run_info).get("run_dir")
+    for path in {directory.run_info, Path(launched) / "run.info" if isinstance(launched, str) else directory.run_info}:
+        with suppress(OSError):  # a full disk costs the ETA, not the run nor its exit code
+            write_eta(path, eta)
+
+
+def eta_text(beats: list[Heartbeat], tokens_per_step: int, steps: int) -> str | None:
+    """`2026-05-28T22:10:00Z, in 1:38:20 at 4,096 tok/s measured up to step 604`, or how the run ended."""
+    last = beats[-1]
+    if last.is_final:
+        return f"{last.phase} at step {last.step}, {utc(last.ts)}"
+    ends = [beat for beat in beats if beat.phase == "step_end"]
+    progress = measure_progress(ends, tokens_per_step, steps)
+    if progress.eta_s is None or progress.tokens_per_s is None:
+        return None
+    moment = utc(time.time() + progress.eta_s)
+    speed = f"{progress.tokens_per_s:,.0f} tok/s measured up to step {ends[-1].step}"
+    return f"{moment}, in {duration_text(progress.eta_s)} at {speed}"

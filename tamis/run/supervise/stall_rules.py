@@ -1,0 +1,212 @@
+"""The watchdog as a pure function: what was heard from the ranks, what their processes do, the clock → alarms.
+
+`judge` decides, and gives the reason and the evidence. Acting on it is the business of `ladder.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tamis.config import Config
+from tamis.run.files.events import Alarm
+from tamis.run.files.lock import ProcessState
+from tamis.run.supervise.history import RankHistory, RunHistory
+
+PHASE_ORDER = {"boot": 0, "loader_ready": 1, "compile": 2, "step_start": 3, "progress": 4, "step_end": 5}
+SLOW_STRETCHES = 4  # in a row
+DEAD_AFTER_S = 3.0  # a process just gone may still have its last beats unread
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the watchdog tolerates. Times in seconds; a stall limit is learned and these are its bounds."""
+
+    floor_s: float = 120.0  # never suspect a shorter silence between steps
+    times_typical: float = 20.0  # silence over this many typical steps is a stall …
+    times_longest: float = 3.0  # … if it is also this many times the longest step seen
+    first_step_s: float = 1800.0  # a process's first step compiles and tunes kernels
+    fetch_s: float = 180.0  # the loader gives up by itself before that
+    phase_s: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "boot": 900.0,
+            "loader_ready": 900.0,  # the first fetch fills the shuffle and the prefetch
+            "compile": 3600.0,
+            "eval": 900.0,
+            "checkpoint": 1800.0,
+            "done": 300.0,
+            "halted": 300.0,
+            "failed": 300.0,
+        }
+    )
+    loss_floor: float | None = None  # nats; a lower training loss is too good to be true
+    throughput_collapse: float = 0.08  # share of the run's own median speed; steps varying tenfold stay above it
+    slow_share: float = 1 / 3  # below this share of it the run is called slow, and left alone
+
+
+RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that a batch of random tokens may show by chance
+PLAUSIBLE_LOSS = {"gpt2": 1.0, "byte": 0.3}  # nats per token; models a hundred times larger stay above on unseen text
+
+
+def limits_for(config: Config) -> Limits:
+    """The limits that follow from a run's configuration."""
+    if config.data.dataset == "synthetic":
+        loss_floor = math.log(config.vocab_size) - RANDOM_TOKENS_MARGIN
+    else:
+        loss_floor = PLAUSIBLE_LOSS[config.data.tokenizer]
+    return Limits(loss_floor=loss_floor, fetch_s=config.data.loader_timeout_s + 60)
+
+
+def judge(
+    history: RunHistory, processes: Mapping[int, ProcessState], limits: Limits, *, disk_is_full: bool = False
+) -> list[Alarm]:
+    """All that is wrong with the ranks' progress now: dead, stopped or silent ranks, and slow ones as notes."""
+    dead = [alarm for rank in history.ranks.values() if (alarm := _dead(rank, history, processes))]
+    if dead:
+        return dead  # the others will fall silent, because of it
+    limit = {rank.rank: group_patience(rank, history, limits) for rank in history.ranks.values()}
+    silent = [rank for rank in limit if history.silent_s(rank) > limit[rank]]
+    if silent and disk_is_full:
+        reason = "the disk is full: heartbeats cannot be written, so silence proves nothing; free some space"
+        return [Alarm("disk_full", "note", reason, None, _evidence(history, processes))]
+    if silent:
+        return [_stall(max(silent, key=history.silent_s), limit, history, processes)]
+    return [*_slow(history, limits), *_slow_ranks(history)]
+
+
+def patience(rank: RankHistory, limits: Limits) -> float:
+    """How long this rank may stay silent where it is now."""
+    if rank.last is None:
+        return limits.phase_s["boot"]
+    phase = rank.last.phase
+    if phase in limits.phase_s:
+        return limits.phase_s[phase]
+    if rank.steps_by_this_process == 0:
+        return max(limits.first_step_s, limits.fetch_s)
+    learned = max(limits.floor_s, _many_steps(rank, limits))
+    return max(learned, limits.fetch_s) if phase == "step_start" else learned
+
+
+def _many_steps(rank: RankHistory, limits: Limits) -> float:
+    """Far longer than the steps seen so far; after the very first, that one is all there is to go by."""
+    if not rank.step_times:
+        return limits.times_longest * rank.first_step_s
+    return max(limits.times_typical * median(rank.step_times), limits.times_longest * max(rank.step_times))
+
+
+def _dead(rank: RankHistory, history: RunHistory, processes: Mapping[int, ProcessState]) -> Alarm | None:
+    if processes.get(rank.rank) != "dead" or rank.last is None or rank.last.is_final:
+        return None
+    if history.silent_s(rank.rank) < DEAD_AFTER_S:
+        return None
+    where = f"{rank.last.phase} of step {rank.last.step}"
+    reason = f"rank {rank.rank} (pid {rank.last.pid}) is dead: its process ended during {where}"
+    return Alarm("dead_rank", "stall", reason, rank.rank, _evidence(history, processes))
+
+
+def group_patience(rank: RankHistory, history: RunHistory, limits: Limits) -> float:
+    """A rank that waits while another saves, evaluates or compiles needs the other's patience."""
+    phases = [other.last.phase for other in history.ranks.values() if other.last and not other.last.is_final]
+    return max(patience(rank, limits), *(limits.phase_s.get(phase, 0.0) for phase in phases), 0.0)
+
+
+def _stall(silent: int, limit: dict[int, float], history: RunHistory, processes: Mapping[int, ProcessState]) -> Alarm:
+    culprit = _furthest_behind(history)
+    kind, cause = _cause(culprit, history, processes)
+    seconds = history.silent_s(silent)
+    evidence = _evidence(history, processes) | {"silent_s": round(seconds, 1), "limit_s": round(limit[silent], 1)}
+    reason = f"no progress for {seconds:.0f} s (limit {limit[silent]:.0f} s): {cause}"
+    return Alarm(kind, "stall", reason, culprit.rank if culprit else None, evidence)
+
+
+def _cause(culprit: RankHistory | None, history: RunHistory, processes: Mapping[int, ProcessState]) -> tuple[str, str]:
+    """Which kind of stall this is, in a word and in a sentence."""
+    stopped = [rank for rank in history.ranks if processes.get(rank) == "stopped"]
+    if stopped:
+        return "stopped_rank", f"rank {stopped[0]} is stopped (SIGSTOP or a debugger), the others wait for it"
+    if culprit is None:
+        step = max(rank.last.step for rank in history.ranks.values() if rank.last)
+        return "stuck_in_collective", f"all {len(history.ranks)} ranks are inside step {step}: stuck in a collective"
+    if culprit.last is None:
+        return "stuck_at_start", f"rank {culprit.rank} has not sent a first heartbeat"
+    who, phase, step = f"rank {culprit.rank}", culprit.last.phase, culprit.last.step
+    others = ", the others wait for it in a collective" if len(history.ranks) > 1 else ""
+    if culprit.last.is_final:
+        return "stuck_at_exit", f"{who} said {phase} at step {step}, and its group has not ended"
+    if phase in ("loader_ready", "step_start"):
+        return "starved_of_data", f"{who} waits for the batch of step {step}{others}: starved of data"
+    if phase == "progress":
+        return "stuck_in_compute", f"{who} is inside forward or backward of step {step}{others}"
+    return f"stuck_in_{phase}", f"{who} is stuck in {phase} at step {step}{others}"
+
+
+def _furthest_behind(history: RunHistory) -> RankHistory | None:
+    """The rank the others wait for; None when several all stand in the computation of the same step."""
+    places = {rank.rank: _place(rank) for rank in history.ranks.values()}
+    behind = min(places.values())
+    all_together = len(places) > 1 and len(set(places.values())) == 1
+    if all_together and behind[1] == PHASE_ORDER["progress"]:
+        return None
+    return next(history.ranks[rank] for rank, place in places.items() if place == behind)
+
+
+def _place(rank: RankHistory) -> tuple[int, int]:
+    return (rank.last.step, PHASE_ORDER.get(rank.last.phase, 6)) if rank.last else (-1, -1)
+
+
+def _slow(history: RunHistory, limits: Limits) -> list[Alarm]:
+    """The run against its own median speed, over several stretches of half a minute: a short hiccup is no collapse."""
+    stretches = max((rank.stretches for rank in history.ranks.values()), key=len, default=None)
+    if stretches is None or len(stretches) < 3 * SLOW_STRETCHES:
+        return []
+    recent, usual = min(list(stretches)[-SLOW_STRETCHES:]), median(stretches)
+    evidence = {"recent_step_s": round(recent, 4), "usual_step_s": round(usual, 4), "stretches": SLOW_STRETCHES}
+    words = f"steps have taken {recent:.3g} s or more for minutes, {usual:.3g} s is usual"
+    if usual < limits.throughput_collapse * recent:
+        return [Alarm("throughput_collapse", "halt", f"{words}: throughput has collapsed", None, evidence)]
+    if usual < limits.slow_share * recent:
+        return [Alarm("slow", "note", f"{words}: slow, and left alone", None, evidence)]
+    return []
+
+
+def _slow_ranks(history: RunHistory, window: int = 20) -> list[Alarm]:
+    """A rank that fetches or computes far longer than the others slows them all; it is named, not killed."""
+    alarms = []
+    for what, words in (("dt_fetch_s", "waits for data"), ("dt_forward_s", "computes its forward pass")):
+        typical = {r.rank: value for r in history.ranks.values() if (value := r.typical(what, window)) is not None}
+        step_s = max((median(r.step_times) for r in history.ranks.values() if r.step_times), default=math.inf)
+        for rank, value in typical.items():
+            others = [v for other, v in typical.items() if other != rank]
+            if others and value > 3 * max(others) and value > 0.2 * step_s:
+                reason = f"rank {rank} {words} for {value:.3g} s per step, the others at most {max(others):.3g} s"
+                alarms.append(Alarm("slow_rank", "note", reason, rank, {what: typical}))
+    return alarms + _starved(history, window)
+
+
+def _starved(history: RunHistory, window: int) -> list[Alarm]:
+    """More than half of each step spent waiting for data is worth knowing, and no reason to stop."""
+    for rank in history.ranks.values():
+        fetch = rank.typical("dt_fetch_s", window)
+        if fetch is not None and len(rank.step_times) >= window and fetch > 0.5 * median(rank.step_times) > 0:
+            share = min(1.0, fetch / median(rank.step_times))
+            reason = f"rank {rank.rank} spends {share:.0%} of each step waiting for data ({fetch:.3g} s)"
+            return [Alarm("starved_of_data", "note", reason, rank.rank, {"dt_fetch_s": fetch})]
+    return []
+
+
+def _evidence(history: RunHistory, processes: Mapping[int, ProcessState]) -> dict[str, Any]:
+    return {
+        "ranks": {
+            str(rank.rank): {
+                "step": rank.last.step if rank.last else None,
+                "phase": rank.last.phase if rank.last else None,
+                "pid": rank.last.pid if rank.last else None,
+                "process": processes.get(rank.rank, "unknown"),
+                "silent_s": round(history.silent_s(rank.rank), 1),
+            }
+            for rank in history.ranks.values()
+        }
+    }

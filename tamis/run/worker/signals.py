@@ -1,0 +1,102 @@
+"""What a trainer must stop for, as one question it asks at each step boundary: `stop_requested`.
+
+TERM or INT: save, then exit within 25 s; a second one exits at once. HUP: the terminal is lost; training goes on and
+its output goes to OUT/train.log. USR1: stack dump. `.HALT`: save and stop, all ranks together.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Literal
+
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.halt import HaltFile
+from tamis.run.worker import stackdump
+from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE, echo_window_s
+
+StopReason = Literal["halt", "term", "int"]
+LEAVE_AFTER_S = 22.0  # from TERM to leaving without a new checkpoint; the sidecar kills two seconds later
+EXIT_CODE_OF = {
+    "halt": ExitCode.HALTED,
+    "term": ExitCode.PREEMPTED,
+    "int": ExitCode.PREEMPTED,
+}
+
+
+def is_supervised() -> bool:
+    """Then the supervisor owns the directory, and has dealt with a stale .HALT; one there now is meant for us."""
+    return SUPERVISOR_VARIABLE in os.environ
+
+
+class StopSignals:
+    """Installs the handlers of one rank, and its sidecar. Make it first thing in the main thread.
+
+    A `.HALT` is only looked at by rank 0, which tells the others: they must all stop at the same step.
+    """
+
+    def __init__(self, run: RunDirectory, rank: int) -> None:
+        self._run = run
+        self._rank = rank
+        self._halt = HaltFile(run.halt) if rank == 0 else None
+        self._signalled: StopReason | None = None
+        self._signalled_at = 0.0
+        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone says no
+        handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
+        has_parent = is_supervised() or "TORCHELASTIC_RUN_ID" in os.environ
+        self._parent = os.getppid() if has_parent else None  # who started us from a shell may leave
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._stackdumps = stackdump.install(run, rank)
+
+    def close(self) -> None:
+        """The training is over: signals mean what they meant before.
+
+        Not after TERM: then the process must be gone within 25 s, whatever still hangs on the way out.
+        """
+        if self._signalled is not None:
+            return
+        self._stackdumps.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def stop_requested(self) -> StopReason | None:
+        if self._parent is not None and os.getppid() != self._parent:
+            return self._signalled or "term"  # torchrun or the supervisor is gone
+        if self._signalled is None and self._halt and self._halt.requested():
+            return "halt"
+        return self._signalled
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled is not None:
+            if time.monotonic() - self._signalled_at < echo_window_s():
+                return
+            os.write(2, b"second signal: leaving at once, the last checkpoint stands\n")
+            os._exit(ExitCode.PREEMPTED)
+        self._signalled = "term" if number == signal.SIGTERM else "int"
+        self._signalled_at = time.monotonic()
+        name = signal.Signals(number).name
+        os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and leaving\n".encode())
+        deadline = threading.Timer(LEAVE_AFTER_S, self._leave_without_saving)
+        deadline.daemon = True
+        deadline.start()
+
+    def _leave_without_saving(self) -> None:
+        """In a thread: the step may wait for data, for another rank or for a compiler, and never reach its end."""
+        os.write(2, f"rank {self._rank}: no step boundary in time, leaving; the last checkpoint stands\n".encode())
+        os._exit(ExitCode.PREEMPTED)
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """Writing to a terminal that is gone fails, and would end the run the operator left alone."""
+        if self._on_terminal:
+            log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for stream in self._on_terminal:
+                os.dup2(log, stream)
+            os.close(log)
+        sys.stderr.write("the terminal is gone (SIGHUP): training goes on\n")
+        sys.stderr.flush()

@@ -1,0 +1,90 @@
+"""What a person sees while a run starts and trains: timed stages, then one live line (or plain lines in a log)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from tamis.run.files.live import LIVE_VARIABLE, REWRITE
+
+Z_LEAST = 10  # fewer values before it say nothing
+Z_WINDOW = 128  # logged steps a loss is compared with
+RATE_WINDOW = 50  # steps whose median time gives the ETA
+
+
+class Progress:
+    """Prints on the main rank only; elsewhere it stays silent."""
+
+    def __init__(self, speaks: bool = True) -> None:
+        self.speaks = speaks
+        self.live = speaks and (sys.stdout.isatty() or os.environ.get(LIVE_VARIABLE) == "1")
+        self._line_open = False
+
+    def say(self, text: str) -> None:
+        if not self.speaks:
+            return
+        if self._line_open:
+            sys.stdout.write("\n")
+            self._line_open = False
+        print(text, flush=True)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Announce a start-up stage when it begins, and its time when it ends."""
+        started = time.monotonic()
+        self.say(f"[tamis] {name} …")
+        yield
+        self.say(f"[tamis] {name}: {time.monotonic() - started:.1f} s")
+
+    def step(self, text: str, is_logged: bool) -> None:
+        """Logged steps stay; on a terminal the others show in one line that is rewritten each time."""
+        if self.live:
+            # A line that wraps cannot be rewritten: what does not fit is cut, but for the lines that stay.
+            shown = f"{text}\n" if is_logged else text[: shutil.get_terminal_size().columns - 1]
+            sys.stdout.write(REWRITE + shown)
+            sys.stdout.flush()
+            self._line_open = not is_logged
+        elif self.speaks and is_logged:
+            print(text, flush=True)
+
+
+class ZScore:
+    """How unusual a value is among the ones before it, in standard deviations."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=Z_WINDOW)
+
+    def of(self, value: float) -> float:
+        count = len(self._seen)
+        mean = sum(self._seen) / count if count else value
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in self._seen) / count) if count >= Z_LEAST else 0.0
+        self._seen.append(value)
+        return (value - mean) / deviation if deviation > 0 else 0.0
+
+
+class Pace:
+    """Median step time of the recent past, for the ETA: measured, never planned."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=RATE_WINDOW)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def eta(self, steps_left: int) -> str:
+        if not self._seconds:
+            return "?"
+        median = sorted(self._seconds)[len(self._seconds) // 2]
+        return duration(median * steps_left)
+
+
+def duration(seconds: float) -> str:
+    whole = int(seconds + 0.5)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s"

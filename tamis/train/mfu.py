@@ -1,0 +1,52 @@
+"""Model FLOPs utilisation: what the model needs over what the GPU could do.
+
+A GPU that is not in the table gets no figure, never a wrong one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tamis.config import Config
+from tamis.config.size import flops_per_token
+
+# Dense bf16/fp16 tensor-core peaks from the vendor's data sheets, TFLOP/s. Matched in order: longer names first.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "A40": 149.7,
+    "A6000": 154.8,
+    "B200": 2250.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
+    "V100": 125.0,
+}
+
+
+def peak_tflops(gpu_name: str) -> float | None:
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in gpu_name), None)
+
+
+class Utilisation:
+    """Share of one GPU's peak that training at a given rate means; None where the peak is not known."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        known = device.type == "cuda" and config.runtime.precision in ("bf16", "fp16")
+        self.peak_tflops = peak_tflops(torch.cuda.get_device_name(device)) if known else None
+        self.flops_per_token = flops_per_token(config)
+
+    def at(self, tokens_per_s: float) -> float | None:
+        if self.peak_tflops is None:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_tflops * 1e12)

@@ -1,0 +1,122 @@
+"""Is what will train really a causal language model, on this device? Run before step 1 and by `tamis check`.
+
+python -m tamis.train.tools.selfcheck --config configs/m7c_125m_80g.yaml --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tamis.attention import NSASpec
+from tamis.attention.functional import describe, why_no_kernels
+from tamis.attention.verify import length_like, odd_length, verify
+from tamis.config import Config, load_config
+from tamis.model import Decoder
+from tamis.train.distributed import choose_device
+from tamis.train.guards import Anomaly
+from tamis.train.step import COMPUTE_DTYPE, autocast
+
+RANDOM_TOKENS = 4096  # enough that the mean loss is known to a hundredth of a nat
+FLOOR_TOLERANCE = 0.02
+LONGEST = 1024  # tokens of the causality check; far beyond every block boundary that matters
+
+
+@dataclass(frozen=True)
+class Result:
+    """`passed` compares `measured` with `limit` as the name says."""
+
+    name: str
+    passed: bool
+    measured: float
+    limit: float
+    detail: str = ""
+
+
+def selfcheck(config: Config, device: torch.device) -> list[Result]:
+    return [
+        *attention_agrees(config, device),
+        *attention_agrees(config, device, odd_length(NSASpec.of(config.nsa))),
+        *model_is_honest(config, device),
+    ]
+
+
+def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
+    """The kernels against the reference, by default as they train; nothing to compare where the reference computes."""
+    dtype = COMPUTE_DTYPE[config.runtime.precision]
+    model, spec = config.model, NSASpec.of(config.nsa)
+    if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
+        return []
+    tokens = tokens or length_like(config.train.seq_len, model.n_heads, spec)
+    checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec, tokens=tokens)
+    return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
+
+
+def require_right_attention(config: Config, device: torch.device) -> None:
+    """Refuse to train on kernels that disagree with the reference on this device."""
+    wrong = [result for result in attention_agrees(config, device) if not result.passed]
+    if wrong:
+        named = ", ".join(f"{r.name} {r.measured:.2e} (limit {r.limit:.0e})" for r in wrong)
+        raise Anomaly("attention_mismatch", f"attention kernels disagree with the reference on this device: {named}")
+
+
+@torch.no_grad()
+def model_is_honest(config: Config, device: torch.device) -> list[Result]:
+    """A freshly initialised model of this configuration: the future does not reach the past, and nothing leaks."""
+    torch.manual_seed(config.train.seed)
+    decoder = Decoder(config).to(device).eval()
+    tokens = torch.randint(config.vocab_size, (1, min(config.train.seq_len, LONGEST)), device=device)
+    with autocast(config, device):
+        return [_causality(decoder, tokens), _random_token_floor(decoder, config, device)]
+
+
+def _causality(decoder: Decoder, tokens: torch.Tensor) -> Result:
+    """Change every token from the middle on: what comes before must not move by a single bit."""
+    middle = tokens.shape[1] // 2
+    changed = tokens.clone()
+    changed[:, middle:] = (changed[:, middle:] + 1) % decoder.config.vocab_size
+    difference = (decoder(tokens)[0] - decoder(changed)[0]).abs().float()
+    past, future = float(difference[:, :middle].max()) if middle else 0.0, float(difference[:, middle:].max())
+    return Result(
+        "causality", past == 0.0 and future > 0.0, past, 0.0, f"{tokens.shape[1]} tokens, second half changed"
+    )
+
+
+def _random_token_floor(decoder: Decoder, config: Config, device: torch.device) -> Result:
+    """Uniform random tokens cannot be predicted: a loss below ln V is a leak."""
+    length = min(config.train.seq_len, LONGEST)
+    rows = max(1, RANDOM_TOKENS // length)
+    loss = float(decoder.loss(torch.randint(config.vocab_size, (rows, length + 1), device=device))[0])
+    floor = math.log(config.vocab_size) - FLOOR_TOLERANCE
+    return Result("loss on random tokens is not below ln V", loss >= floor, loss, floor, f"{rows * length} tokens")
+
+
+def report(config: Config, as_json: bool = False) -> int:
+    """Run the checks on this device and print each; 0 if all passed."""
+    device = choose_device(config, 0)
+    results = selfcheck(config, device)
+    if as_json:
+        print(json.dumps({"checks": [asdict(result) for result in results]}))
+    else:
+        print(describe(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k))
+        for r in results:
+            print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
+    return 0 if all(result.passed for result in results) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tamis.train.tools.selfcheck", description=__doc__)
+    parser.add_argument("--config", help="YAML file")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_args(argv)
+    return report(load_config(arguments.config, arguments.overrides), arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Peak memory of forward and backward, counted without a GPU: every allocation is made, the kernels are not run."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.runtime.interpreter import InterpretedFunction
+
+from tamis.attention import NSASpec, nsa_attention
+from tamis.attention import functional as backend
+
+LIMIT_GIB = 1.2
+TOKENS = 65536
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts allocations of the interpreter's launches")
+
+
+def peak_gib(length: int) -> float:
+    spec, batch, dtype = NSASpec(), TOKENS // length, torch.bfloat16
+    blocks = spec.compressed_blocks(length)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, requires_grad=True)
+
+    keys = [tensor(batch, n, 2, 64) for n in (blocks, blocks, length, length, length, length)]
+    inputs = [tensor(batch, length, 12, 64), *keys, tensor(batch, length, 12, 3)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        out = nsa_attention(*inputs, spec, backend="triton")
+        out.backward(torch.empty_like(out))
+    total = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak / (1 << 30)
+
+
+@pytest.mark.parametrize("length", [2048, 16384, 65536])
+def test_m7c_needs_less_than_the_limit_above_its_inputs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(backend, "why_no_kernels", lambda *args: None)  # bf16 is wrong there only when kernels run
+    assert 0.5 < peak_gib(length) < LIMIT_GIB

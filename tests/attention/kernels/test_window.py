@@ -1,0 +1,40 @@
+"""The window branch's kernels against the reference."""
+
+import pytest
+import torch
+
+from tests.attention.devices import DTYPES, branch_against_reference, poisoned_memory, random_inputs  # isort: skip
+from tamis.attention import NSASpec, reference
+from tamis.attention.kernels.window import window_backward, window_forward
+
+# With one key taking nearly all weight, `dP − delta` cancels while `delta` comes from an output rounded to 8 bits.
+SLACK_OF_LARGE_LOGITS = 2.0
+__all__ = ["poisoned_memory"]
+
+
+def check(window, dtype, slack=1.0, **shape):
+    spec = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=window)
+    q, _, _, _, _, k, v, gates = random_inputs(spec, dtype=dtype, **shape)
+    args = (window_forward, window_backward, reference.window_attention, 2, q, k, v, gates, spec)
+    return branch_against_reference(*args, slack=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("window", "tokens", "groups", "heads_per_group", "dim", "batch"),
+    [(24, 43, 2, 6, 16, 1), (40, 77, 1, 1, 16, 2), (9, 30, 1, 16, 24, 1), (1, 20, 1, 2, 16, 1), (512, 37, 1, 2, 16, 1)],
+    ids=["group of 6", "one head", "group of 16, dim padded", "itself alone", "wider than the sequence"],
+)
+def test_agrees_with_the_reference(poisoned_memory, dtype, window, tokens, groups, heads_per_group, dim, batch):
+    shape = {"tokens": tokens, "groups": groups, "heads_per_group": heads_per_group, "dim": dim, "batch": batch}
+    check(window, dtype, **shape)
+
+
+def test_one_token_sees_itself(poisoned_memory):
+    _, lse = check(24, DTYPES[0], tokens=1)
+    assert torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_stay_finite_and_right(poisoned_memory, dtype):
+    check(12, dtype, tokens=29, scale=30.0, slack=SLACK_OF_LARGE_LOGITS)

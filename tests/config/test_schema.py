@@ -1,0 +1,318 @@
+"""The configuration is strict: what it accepts it means; what it refuses it names, with the nearest key there is."""
+
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from tamis.config import Config, ConfigError, build_config, known_keys, load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, list(overrides))
+    return str(error.value)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def field_of(dotted: str) -> FieldInfo:
+    section, key = dotted.split(".")
+    return type(getattr(Config(), section)).model_fields[key]
+
+
+def another_value(dotted: str) -> Any:
+    """A valid value that differs from the default."""
+    section, key = dotted.split(".")
+    value = getattr(getattr(Config(), section), key)
+    choices = [c for c in typing.get_args(field_of(dotted).annotation) if isinstance(c, str)]
+    if choices:
+        return choices[-1] if choices[-1] != value else choices[0]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value * 2 or 1
+    return value / 2 if isinstance(value, float) else f"{value}x"
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("train.stpes=3", "train.steps"),
+        ("train.batchsize=3", "train.batch_size"),
+        ("model.n_head=3", "model.n_heads"),
+        ("model.seq_len=3", "train.seq_len"),
+        ("train.precision=bf16", "runtime.precision"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_nearest_known_one(override: str, suggestion: str) -> None:
+    message = refusal(override)
+    assert f"unknown key {override.partition('=')[0]}; did you mean {suggestion}?" in message
+
+
+def test_an_unknown_key_like_no_other_lists_the_known_ones_alone() -> None:
+    message = refusal("nsa.zzzz=1")
+    assert message == "unknown key nsa.zzzz; known: l, d, l_sel, n_sel, w, phi"
+
+
+def test_an_unknown_section_is_an_error_with_the_nearest_known_one() -> None:
+    expected = "unknown section 'trian'; did you mean train?; known: model, nsa, data, runtime, train"
+    assert refusal("trian.steps=3") == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.lr=fast",
+        "train.lr=true",
+        "train.lr=.nan",
+        "train.lr=.inf",
+        "train.lr=0",
+        "train.steps=2.5",
+        "train.steps=true",
+        "train.steps='100'",
+        "train.steps=1e3",
+        "train.batch_size=0",
+        "train.seed=-1",
+        "train.out_dir=",
+        "train.beta2=1.0",
+        "runtime.compile=1",
+        "runtime.compile=maybe",
+        "runtime.precision=fp8",
+        "model.attention=sparse",
+        "nsa.n_sel=2",
+        "data.epochs=0",
+        "data.local_path=5",
+    ],
+)
+def test_a_wrong_type_or_value_is_an_error_that_names_the_key(override: str) -> None:
+    message = refusal(override)
+    assert message.startswith(f"{override.partition('=')[0]} is ")
+    assert "\n" not in message
+
+
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    assert "(allowed: bf16, fp16, fp32)" in refusal("runtime.precision=bf8")
+    assert "(allowed: nsa, dense)" in refusal("model.attention=Dense")
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    lines = refusal("train.lr=fast", "train.batch_size=0").splitlines()
+    assert [line.split(" is ")[0] for line in lines] == ["train.batch_size", "train.lr"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model.n_heads=12", "model.n_kv_groups=5"], ["model.n_heads", "model.n_kv_groups", "12", "5"]),
+        (["model.d_k=33"], ["model.d_k", "even", "33"]),
+        (["nsa.l=40"], ["nsa.l ", "nsa.d", "40", "16"]),
+        (["nsa.l_sel=40"], ["nsa.l_sel", "nsa.d", "40", "16"]),
+        (["data.dataset=fineweb_edu_local"], ["data.local_path", "fineweb_edu_local"]),
+        (["data.dataset=shards"], ["data.local_path", "shards"]),
+        (["runtime.production=true", "data.synthetic_on_fail=true"], ["data.synthetic_on_fail", "runtime.production"]),
+        (["runtime.sdpa=flash_only", "runtime.use_flash=false"], ["runtime.sdpa", "runtime.use_flash"]),
+    ],
+)
+def test_an_impossible_combination_is_an_error_that_names_the_keys(overrides: list[str], named: list[str]) -> None:
+    message = refusal(*overrides)
+    assert [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "override", ["train.steps", "steps=3", "train=3", "train.=3", ".steps=3", "=3", "", "train.lr=[1", "train.lr={a"]
+)
+def test_an_override_that_cannot_be_read_shows_itself(override: str) -> None:
+    message = refusal(override)
+    assert repr(override) in message
+
+
+def test_overrides_win_over_the_file_and_the_last_over_the_first(tmp_path: Path) -> None:
+    path = written(tmp_path, "train:\n  steps: 3000\n  seed: 5\n")
+    config = load_config(path, ["train.steps=4000", "train.steps=5000", "data.epochs=null"])
+    assert (config.train.steps, config.train.seed, config.data.epochs) == (5000, 5, None)
+    assert config.train.lr == Config().train.lr
+
+
+@pytest.mark.parametrize("text", ["2e-4", "2.0e-4", "0.0002", "2E-4", "+2e-4", ".2e-3"])
+def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path, text: str) -> None:
+    assert load_config(None, [f"train.lr={text}"]).train.lr == 2e-4
+    assert load_config(written(tmp_path, f"train: {{lr: {text}}}")).train.lr == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train:\n  lr: 1.0\n  lr: 2.0\n", "the key 'lr' appears twice"),
+        ("train: {steps: 3}\nmodel: {}\ntrain: {steps: 4}\n", "the key 'train' appears twice"),
+        ("train: [", "not valid YAML"),
+        ("\x00", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("- train\n", "must hold the sections model, nsa, data, runtime, train"),
+        ("? [a]\n: 1\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration_is_named_with_the_reason(tmp_path: Path, text: str, named: str) -> None:
+    path = written(tmp_path, text)
+    message = refusal(path=path)
+    assert str(path) in message and named in message
+
+
+@pytest.mark.parametrize(("text", "named"), [("train:\n", "train"), ("model: 3\n", "model"), ("1: 2\n", "1")])
+def test_a_section_without_keys_is_named(tmp_path: Path, text: str, named: str) -> None:
+    assert named in refusal(path=written(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    folder = refusal(path=tmp_path)
+    assert (
+        folder == f"config file {tmp_path} cannot be read: it is a directory; name a file of it: {tmp_path}/mine.yaml"
+    )
+    (tmp_path / "latin").write_bytes(b"train: {out_dir: \xff}")
+    assert "cannot be read: it is not a text file; a config is YAML like configs/" in refusal(path=tmp_path / "latin")
+    (tmp_path / "checkpoint_step3.pt").write_bytes(b"PK\x03\x04\xff\xfe")
+    assert "it is a checkpoint, which --resume takes" in refusal(path=tmp_path / "checkpoint_step3.pt")
+    (tmp_path / "empty.yaml").write_text("\n")
+    assert "empty.yaml is empty: write at least one section" in refusal(path=tmp_path / "empty.yaml")
+    for message in (folder, refusal(path=tmp_path / "latin"), refusal(path=tmp_path / "mine.yaml" / "x")):
+        assert "Errno" not in message and "\n" not in message
+
+
+def test_a_file_without_permission_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, **options: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)  # chmod does not stop a superuser
+    assert refusal(path=tmp_path / "x.yaml").endswith(f"no permission; try chmod u+r {tmp_path / 'x.yaml'}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "suggested"),
+    [
+        ("configs/m7c_125m_80.yaml", "configs/m7c_125m_80g.yaml"),
+        ("m7c_125m_80g", "configs/m7c_125m_80g.yaml"),
+        ("configs/showcase.yaml", "configs/train_showcase.yaml"),
+        ("nowhere/configs/train_showcase.yml", "configs/train_showcase.yaml"),
+    ],
+)
+def test_a_file_that_is_not_there_is_answered_with_the_nearest_that_is(
+    wrong: str, suggested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS[0].parents[1])
+    message = refusal(path=Path(wrong))
+    assert message.startswith(f"config file {wrong} does not exist; did you mean {suggested}")
+
+
+def test_a_file_like_no_other_is_answered_with_all_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS[0].parents[1])
+    assert "there are configs/m7c_125m_24g.yaml, configs/" in refusal(path=Path("zzz"))
+    monkeypatch.chdir(tmp_path)
+    assert "work in the repository's root" in refusal(path=Path("configs/m7c_125m_80g.yaml"))
+    (tmp_path / "mine.yaml").write_text("train: {}\n")
+    assert refusal(path=Path("mien.yaml")).endswith("did you mean mine.yaml?")
+
+
+def test_a_file_of_comments_alone_means_the_defaults(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "# nothing\n")) == Config()
+
+
+def test_all_that_is_wrong_with_a_file_is_named_at_once(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "trian: {steps: 3}\nmodel: {n_head: 3, n_heads: 7, d_k: 33}\nnsa: 4\n"
+        "train: {setps: 3, lr: fast, batch_size: 0}\nruntime: {precision: fp8}\n",
+    )
+    lines = refusal(path=path).splitlines()
+    assert [line[:28] for line in lines] == [
+        "unknown section 'trian'; did",
+        "unknown key model.n_head; di",
+        "nsa must be a section with k",
+        "unknown key train.setps; did",
+        "runtime.precision is 'fp8', ",
+        "train.batch_size is 0: input",
+        "train.lr is 'fast': input sh",
+        "model.n_heads must be a mult",
+        "model.d_k must be even for r",
+    ]
+
+
+def test_a_combination_is_not_blamed_when_one_of_its_keys_is_wrong_anyway() -> None:
+    assert refusal("nsa.l=many", "nsa.d=7", "nsa.l_sel=70").startswith("nsa.l is 'many'")
+    assert len(refusal("nsa.l=many", "nsa.d=7", "nsa.l_sel=70").splitlines()) == 1
+
+
+@pytest.mark.parametrize("dotted", known_keys())
+def test_every_key_can_be_set_survives_the_round_trip_and_changes_the_hash(tmp_path: Path, dotted: str) -> None:
+    section, key = dotted.split(".")
+    config = build_config({section: {key: another_value(dotted)}})
+    assert config.hash != Config().hash
+    again = load_config(written(tmp_path, config.to_yaml()))
+    assert again == config and again.hash == config.hash
+
+
+def test_the_hash_ignores_how_a_value_was_written(tmp_path: Path) -> None:
+    path = written(tmp_path, "train: {lr: 0.0003, steps: 70}\nmodel: {rope_base: 20000}\n")
+    same = load_config(None, ["model.rope_base=2e4", "train.steps=70", "train.lr=3e-4"])
+    assert load_config(path).hash == same.hash
+    assert re.fullmatch("[0-9a-f]{12}", same.hash)
+
+
+def test_the_hash_is_the_same_in_another_process() -> None:
+    command = [sys.executable, "-c", "from tamis.config import Config; print(Config().hash)"]
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+    assert subprocess.check_output(command, text=True, env=environment).strip() == Config().hash
+
+
+def test_a_configuration_cannot_be_changed_once_made() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().train.steps = 3  # type: ignore[misc]
+
+
+def test_derived_values() -> None:
+    assert (Config().vocab_size, Config().padded_vocab_size) == (50257, 50304)
+    byte = load_config(None, ["data.tokenizer=byte", "train.batch_size=4", "train.accumulate_grad_batches=3"])
+    assert (byte.vocab_size, byte.padded_vocab_size) == (257, 384)
+    assert byte.tokens_per_step(world_size=2) == 4 * 3 * 2048 * 2
+
+
+def test_the_seven_files_of_the_runbooks_are_there() -> None:
+    sizes = ["24g", "2xa100_production", "2xa100_production_tuned", "40g", "80g", "fast_log"]
+    assert [path.stem for path in CONFIGS] == [*(f"m7c_125m_{size}" for size in sizes), "train_showcase"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_key_of_a_shipped_file_is_accepted_and_commented(path: Path) -> None:
+    load_config(path)
+    keys = [line for line in path.read_text().splitlines() if re.match(r"\s+\w+:", line)]
+    assert keys and [line for line in keys if not re.search(r"\S\s+# \S", line)] == []
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("m7c")], ids=lambda path: path.stem)
+def test_the_m7c_files_hold_the_same_model(path: Path) -> None:
+    config, standard = load_config(path), Config()
+    assert (config.model, config.nsa) == (standard.model, standard.nsa)
+    assert (config.train.lr, config.train.warmup_steps, config.train.seed) == (2e-4, 2000, 1337)
+    assert (config.data.dataset, config.data.tokenizer) == ("fineweb_edu", "gpt2")
+
+
+def test_the_production_files_hold_what_the_runbooks_say() -> None:
+    plain, tuned = (load_config(path) for path in CONFIGS if "production" in path.stem)
+    for config in (plain, tuned):
+        train = config.train
+        assert (train.steps, train.seq_len, train.save_every) == (50000, 2048, 5000)
+        assert config.runtime.precision == "bf16" and config.runtime.production
+    assert (plain.train.batch_size, tuned.train.batch_size) == (1, 4)
+    assert plain.train.out_dir == "artifacts/m7c_125m_2xa100_prod" != tuned.train.out_dir

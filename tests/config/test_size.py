@@ -1,0 +1,111 @@
+"""The counts of parameters and FLOPs against the real model: its own parameters, and what PyTorch counts of its run."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tamis.attention import NSASpec, reference, select_blocks
+from tamis.config import Config, load_config
+from tamis.config.size import flops_per_token, mean_keys_dense, mean_keys_nsa, parameter_count
+from tamis.model import Decoder
+from tests.model.tiny import random_tokens, tiny_config, tiny_model
+
+CONFIGS = [
+    [],
+    ["model.attention=dense"],
+    ["nsa.phi=avg"],
+    ["data.tokenizer=byte", "model.n_layers=3", "model.dim=160"],
+    ["model.n_heads=8", "model.n_kv_groups=8", "model.d_k=32", "nsa.l=16", "nsa.d=8"],
+    ["model.n_kv_groups=1", "model.d_ff=100", "nsa.l=64"],
+]
+NSA = [["nsa.phi=mlp"], ["nsa.phi=avg"], ["nsa.phi=mlp", "train.seq_len=5"], ["nsa.phi=mlp", "train.seq_len=37"]]
+
+
+@pytest.mark.parametrize("overrides", CONFIGS, ids=str)
+def test_parameters_are_counted_as_the_model_has_them(overrides: list[str]) -> None:
+    config = load_config(None, overrides)
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_m7c_has_125_million_parameters_within_two_percent() -> None:
+    assert parameter_count(Config()) == pytest.approx(125e6, rel=0.02)
+
+
+def counted_flops(model: Decoder, training: bool) -> int:
+    """What PyTorch counts for one sequence up to the final hidden states."""
+    tokens = model.config.train.seq_len
+    # The fused CPU kernel is unknown to the counter; the plain one is the same products, masked keys included.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        hidden = model(random_tokens(1, tokens))[0]
+        if training:
+            hidden.sum().backward()
+    return counter.get_total_flops()
+
+
+def stated_flops(config: Config, training: bool) -> float:
+    """Our count for one sequence, the output matrix left out."""
+    output = 2 * config.vocab_size * config.model.dim * (3 if training else 1)
+    return (flops_per_token(config, training) - output) * config.train.seq_len
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_dense_flops_are_what_pytorch_counts_less_the_masked_keys(training: bool) -> None:
+    config = tiny_config("model.attention=dense")
+    heads, tokens = 4 * 8, 72
+    masked = 2 * 4 * heads * tokens * (tokens - mean_keys_dense(config))
+    counted = counted_flops(tiny_model("model.attention=dense"), training)
+    assert counted == stated_flops(config, training) + masked * (3 if training else 1)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("overrides", NSA, ids=str)
+def test_nsa_flops_are_what_pytorch_counts_less_what_the_reference_does_beyond_need(
+    overrides: list[str], training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "QUERIES_AT_ONCE", {})  # one tile of queries, which then meets every key
+    config = tiny_config(*overrides)
+    spec = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=16)
+    layers, heads, groups, dim, tokens = 2, 4 * 8, 2, 8, config.train.seq_len
+    blocks = spec.compressed_blocks(tokens)
+    compressed, selected, window = mean_keys_nsa(config)
+    times = 3 if training else 1
+    masked = times * 4 * heads * tokens * (blocks - compressed + 2 * tokens - selected - window)
+    masked_in_selection = 2 * heads * tokens * (blocks - compressed)
+    sharing_out_of_scores = 2 * groups * tokens * blocks * spec.selection_blocks(tokens)
+    # The first and the last piece of a sequence meet a place in a block that no block needs.
+    edge_pieces = times * 2 * groups * 2 * (spec.l * dim * dim) if "nsa.phi=mlp" in overrides and blocks else 0
+    padded_gates = times * 2 * tokens * config.model.dim * (-3 * config.model.n_heads % config.model.d_k)
+    beyond = layers * (masked + masked_in_selection + sharing_out_of_scores + edge_pieces + padded_gates)
+    assert counted_flops(tiny_model(*overrides), training) == pytest.approx(stated_flops(config, training) + beyond)
+
+
+def test_the_output_matrix_counts_the_real_vocabulary() -> None:
+    config, model = tiny_config("model.attention=dense"), tiny_model("model.attention=dense")
+    with FlopCounterMode(display=False) as whole, sdpa_kernel(SDPBackend.MATH):
+        model.logits(
+            model(random_tokens(1, 72))[0]
+        ).sum().backward()  # the fused loss is one op, unknown to the counter
+    output = flops_per_token(config) * 72 - stated_flops(config, True)
+    assert whole.get_total_flops() == counted_flops(model, True) + output
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 40, 72])
+def test_mean_keys_are_the_keys_that_queries_really_see(tokens: int) -> None:
+    config, spec = tiny_config(f"train.seq_len={tokens}"), NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=16)
+    ids = select_blocks(torch.randn(1, tokens, 1, 4), torch.randn(1, spec.compressed_blocks(tokens), 1, 4), spec)
+    compressed = [sum(spec.last_token(i) <= t for i in range(tokens)) for t in range(tokens)]
+    selected = [sum(s // 8 in ids[0, t, 0] for s in range(t + 1)) for t in range(tokens)]
+    window = [sum(t - s < 16 for s in range(t + 1)) for t in range(tokens)]
+    seen = [sum(keys) / tokens for keys in (compressed, selected, window)]
+    assert mean_keys_nsa(config) == pytest.approx(seen)
+
+
+def test_sparse_attention_costs_less_than_dense_at_64k() -> None:
+    nsa, dense = (
+        flops_per_token(load_config(None, [f"model.attention={kind}", "train.seq_len=65536"]))
+        for kind in ("nsa", "dense")
+    )
+    assert nsa < dense / 2

@@ -1,0 +1,97 @@
+"""Linear layer and cross-entropy by chunks equal the plain computation, in value and in every gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tamis.model.ops import loss
+from tamis.model.ops.loss import linear_cross_entropy
+
+
+def problem(rows: int, width: int, vocab: int, padding: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 7 + vocab)
+    hidden = torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab + padding, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocab, (rows,), generator=generator)
+
+
+def value_and_gradients(value: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [value, *torch.autograd.grad(value * 3, inputs)]  # times 3: the outer gradient must be carried through
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 20),
+    vocab=st.integers(2, 30),
+    padding=st.integers(0, 5),
+    logits_at_once=st.sampled_from([1, 7, 50, 100, 1 << 23]),
+)
+def test_value_and_gradients_equal_the_plain_computation(
+    rows: int, vocab: int, padding: int, logits_at_once: int
+) -> None:
+    hidden, weight, targets = problem(rows, 5, vocab, padding, torch.float64)
+    plain = F.cross_entropy(hidden @ weight[:vocab].T, targets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loss.LOGITS_AT_ONCE, "cpu", logits_at_once)
+        chunked = linear_cross_entropy(hidden, weight, targets, vocab)
+    got, expected = (value_and_gradients(value, hidden, weight) for value in (chunked, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_all_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[int] = []
+    plain = loss._cross_entropy_
+
+    def watched(logits: Tensor, *rest: object) -> Tensor:
+        chunks.append(logits.numel())
+        return plain(logits, *rest)
+
+    monkeypatch.setattr(loss, "_cross_entropy_", watched)
+    monkeypatch.setitem(loss.LOGITS_AT_ONCE, "cpu", 1000)
+    hidden, weight, targets = problem(203, 4, 100, 0, torch.float32)
+    linear_cross_entropy(hidden, weight, targets, 100).backward()
+    assert max(chunks) <= 1000
+    assert sum(chunks) == 203 * 100
+
+
+def test_padding_takes_no_probability_and_gets_no_gradient() -> None:
+    hidden, weight, targets = problem(9, 5, 11, 4, torch.float64)
+    with torch.no_grad():
+        weight[11:] = 1e6
+    value = linear_cross_entropy(hidden, weight, targets, 11)
+    torch.testing.assert_close(value, F.cross_entropy(hidden @ weight[:11].T, targets))
+    value.backward()
+    assert not weight.grad[11:].any()
+    assert weight.grad[:11].any(dim=1).all()
+
+
+def test_only_the_gradients_asked_for_are_made() -> None:
+    hidden, weight, targets = problem(9, 5, 11, 0, torch.float64)
+    linear_cross_entropy(hidden.detach(), weight, targets, 11).backward()
+    linear_cross_entropy(hidden, weight.detach(), targets, 11).backward()
+    plain = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets), (hidden, weight))
+    torch.testing.assert_close((hidden.grad, weight.grad), plain)
+    assert not linear_cross_entropy(hidden.detach(), weight.detach(), targets, 11).requires_grad
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_hidden_states_lose_little(weight_dtype: torch.dtype) -> None:
+    hidden, weight, targets = problem(300, 16, 50, 0, torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = value_and_gradients(F.cross_entropy(exact[0] @ exact[1].T, targets), *exact)
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    got = value_and_gradients(linear_cross_entropy(hidden, weight, targets, 50), hidden, weight)
+    assert got[2].dtype == weight_dtype
+    for ours, truth in zip(got, expected, strict=True):
+        assert ((ours.double() - truth).norm() / truth.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e4])
+def test_large_logits_stay_finite(scale: float) -> None:
+    hidden, weight, targets = problem(9, 5, 11, 0, torch.float32)
+    got = value_and_gradients(linear_cross_entropy(hidden * scale, weight, targets, 11), hidden, weight)
+    expected = value_and_gradients(F.cross_entropy(hidden * scale @ weight.T, targets), hidden, weight)
+    torch.testing.assert_close(got, expected)

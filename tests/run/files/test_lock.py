@@ -1,0 +1,77 @@
+"""One owner per run directory, and process identities that a reused pid cannot fake."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tamis.run.files.lock import ProcessId, RunLock, RunLocked
+
+HOLDER = """
+import sys, time
+from tamis.run.files.lock import RunLock
+RunLock(sys.argv[1]).acquire("launch")
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_the_second_owner_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    holder = hold(tmp_path / ".lock")
+    lock = RunLock(tmp_path / ".lock")
+    assert lock.is_held()
+    with pytest.raises(RunLocked, match=rf"running launch \(pid {holder.pid} on .*train.out_dir"):
+        lock.acquire("launch")
+    holder.kill()
+    holder.wait()
+
+
+def test_the_lock_of_a_killed_owner_is_free_and_remembers_it(tmp_path: Path) -> None:
+    holder = hold(tmp_path / ".lock")
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path / ".lock")
+    assert not lock.is_held()
+    owner = lock.owner()
+    assert owner is not None and owner["pid"] == holder.pid
+    lock.acquire("launch")
+    assert (lock.owner() or {})["pid"] == os.getpid()
+
+
+def test_a_released_lock_has_no_owner(tmp_path: Path) -> None:
+    with RunLock(tmp_path / ".lock") as lock:
+        lock.acquire("launch")
+        assert lock.is_held()
+    assert lock.owner() is None and not RunLock(tmp_path / ".lock").is_held()
+
+
+def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    mine = ProcessId.of(process.pid)
+    assert mine.state() == "running" and ProcessId.parse(str(mine)) == mine
+    impostor = ProcessId(process.pid, mine.started + 1)
+    impostor.send(signal.SIGKILL)
+    assert mine.is_alive() and not impostor.is_alive()
+    mine.send(signal.SIGSTOP)
+    while mine.state() != "stopped":
+        time.sleep(0.01)
+    mine.send(signal.SIGKILL)
+    while mine.is_alive():
+        time.sleep(0.01)
+    assert mine.state() == "dead"  # though nobody has waited for it yet
+    process.wait()
+
+
+@pytest.mark.parametrize("text", ["", "12", "a:b", "12:"])
+def test_what_is_not_a_process_is_none(text: str) -> None:
+    assert ProcessId.parse(text) is None

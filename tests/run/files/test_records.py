@@ -1,0 +1,92 @@
+"""CSV logs and small files survive kills, resumes and full disks."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tamis.run.files.records import TRAINING_HEADER, CsvLog, write_atomic, write_json_atomic, write_text_atomic
+
+
+def test_a_resumed_log_has_no_duplicate_and_no_missing_step(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "training.csv", TRAINING_HEADER)
+    log.resume_at(0)
+    for step in range(1, 8):
+        log.append(step, 3.0 / step, 2e-7 * step, 1000.0)
+    whole = log.path.read_text()
+    log.resume_at(4)
+    for step in range(5, 8):
+        log.append(step, 3.0 / step, 2e-7 * step, 1000.0)
+    assert log.path.read_text() == whole
+    assert whole.splitlines()[0] == "step,loss,lr,toks_per_s"
+
+
+@given(cut=st.integers(0, 200), step=st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_log_cut_anywhere_resumes_with_exactly_the_complete_rows(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, step: int
+) -> None:
+    log = CsvLog(tmp_path_factory.mktemp("log") / "training.csv", TRAINING_HEADER)
+    log.resume_at(0)
+    for number in range(1, 11):
+        log.append(number, 3.5, 1e-4, 12345.6)
+    content = log.path.read_bytes()
+    log.path.write_bytes(content[:cut])
+    complete = [int(line.split(b",")[0]) for line in content[:cut].split(b"\n")[1:-1]]
+    log.resume_at(step)
+    lines = log.path.read_text().splitlines()
+    assert lines[0] == TRAINING_HEADER
+    assert [int(line.split(",")[0]) for line in lines[1:]] == [number for number in complete if number <= step]
+
+
+def test_a_row_with_the_wrong_number_of_columns_is_refused(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "training.csv", TRAINING_HEADER)
+    with pytest.raises(ValueError, match="step,loss,lr,toks_per_s"):
+        log.append(1, 2.0)
+
+
+def test_small_and_large_numbers_keep_their_digits(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "training.csv", TRAINING_HEADER)
+    log.resume_at(0)
+    log.append(50000, 3.1415927, 2e-7, 1234567.9)
+    assert log.path.read_text().splitlines()[1] == "50000,3.1415927,2e-07,1234567.9"
+
+
+def test_rows_a_full_disk_refused_are_written_with_the_next(tmp_path: Path) -> None:
+    log = CsvLog(tmp_path / "training.csv", TRAINING_HEADER)
+    log.resume_at(0)
+    log.append(1, 3.0, 1e-4, 10.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 5, before[1]))  # room for half a row
+    try:
+        log.append(2, 3.0, 1e-4, 10.0)
+        log.append(3, 3.0, 1e-4, 10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(log.path.read_text().splitlines()) == 2
+    log.append(4, 3.0, 1e-4, 10.0)
+    assert [line.split(",")[0] for line in log.path.read_text().splitlines()] == ["step", "1", "2", "3", "4"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    write_json_atomic(path, {"loss": 1})
+
+    def fail_half_way(file) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        write_atomic(path, fail_half_way)
+    assert path.read_text() == '{\n  "loss": 1\n}\n'
+    assert os.listdir(tmp_path) == ["metrics.json"]
+
+
+def test_text_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    write_text_atomic(path, "a long first text")
+    write_text_atomic(path, "ünd")
+    assert path.read_text(encoding="utf-8") == "ünd"

@@ -1,0 +1,87 @@
+"""The report is one page that draws its curves in a real browser without any network, and never runs foreign markup."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tamis.run.checks.evidence import read_evidence
+from tamis.run.checks.findings import Finding
+from tamis.run.find import NoSuchRun
+from tamis.run.handover.report import page, report
+from tests.run.fabricate import fabricate
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+RESULTS = {"Pilot": [Finding("pass", "5.1 → 2.2", name="loss is falling"), Finding("fail", "0.1 hours", name="length")]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    run = fabricate(tmp_path_factory.mktemp("run"), steps=40)
+    path = run.path / "report.html"
+    path.write_text(page(read_evidence(run), RESULTS), encoding="utf-8")
+    return path
+
+
+def test_the_page_loads_nothing_from_anywhere(written):
+    text = written.read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    for tag in ("<script src", "<link", "<img", "<iframe", "@import"):
+        assert tag not in text.split("<script>")[0]
+
+
+def test_the_tables_hold_criteria_facts_and_checkpoints(written):
+    text = written.read_text(encoding="utf-8")
+    for shown in ("loss is falling", '<td class="fail">', "config_hash", "<h2>Checkpoints", "supervisor"):
+        assert shown in text
+
+
+def test_what_a_run_wrote_cannot_become_markup(tmp_path):
+    run = fabricate(tmp_path, steps=3)
+    nasty = "</script><script>alert(1)</script>"
+    findings = {nasty: [Finding("pass", nasty, name=nasty)]}
+    assert nasty not in page(read_evidence(run), findings)
+
+
+def test_an_empty_directory_still_gives_a_page(tmp_path):
+    assert "Nothing was logged" in page(read_evidence(tmp_path), {})
+
+
+def test_a_run_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(NoSuchRun, match="does not exist"):
+        report(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")
+def test_a_real_browser_draws_every_chart_without_error_or_request(written):
+    from playwright.sync_api import sync_playwright
+
+    problems: list[str] = []
+    requests: list[str] = []
+    with sync_playwright() as playwright:
+        # However slow the machine is: the suite's own limit ends a test that hangs.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=0)
+        window = browser.new_page()
+        window.set_default_timeout(0)
+        window.on("console", lambda message: problems.append(message.text))
+        window.on("pageerror", lambda error: problems.append(str(error)))
+        window.on("request", lambda request: requests.append(request.url))
+        window.goto(written.as_uri())
+        window.wait_for_selector("#chart7 .gtitle")  # of the last one
+        places = window.locator(".chart").count()
+        drawn = window.locator(".chart .scatterlayer .trace").count()
+        titles = window.locator(".chart .gtitle").all_text_contents()
+        browser.close()
+    assert problems == []
+    assert requests == [written.as_uri()]
+    assert places == len(titles) == 8
+    assert titles[0] == "Loss"
+    assert drawn >= places

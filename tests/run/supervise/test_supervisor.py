@@ -1,0 +1,89 @@
+"""The supervisor's parts without faults: its command lines, its screen, its events, and what it imports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import Alarm, EventLog, read_events, write_anomaly
+from tamis.run.files.lock import RunLock, RunLocked
+from tamis.run.supervise.supervisor import LaunchOptions, launch
+from tamis.run.supervise.workers import Screen, Workers, trainer_command
+from tests.faults.launched import tiny_config
+
+
+def test_one_process_is_started_by_python_and_several_by_torchrun() -> None:
+    one = trainer_command(Path("out/config.yaml"), 1, None)
+    assert one[-4:] == ["-m", "tamis.train.main", "--config", "out/config.yaml"] and "torch.distributed.run" not in one
+    eight = trainer_command(Path("out/config.yaml"), 8, Path("out/checkpoint_step5.pt"))
+    assert eight[eight.index("--nproc_per_node") + 1] == "8"
+    assert eight[-2:] == ["--resume", "out/checkpoint_step5.pt"]
+    assert all(any("train_showcase.py" in word for word in command) for command in (one, eight))
+
+
+def test_the_name_operators_look_for_does_not_disturb_python() -> None:
+    command = trainer_command(Path("x"), 1, None)
+    python = command[: command.index("-m")]
+    assert subprocess.run([*python, "-c", "print('runs')"], capture_output=True, text=True).stdout == "runs\n"
+
+
+def test_supervision_never_imports_torch() -> None:
+    code = "import sys, tamis.run.supervise.supervisor, tamis.run.worker.sidecar; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: Path) -> None:
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
+    workers = Workers([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers.close()
+    assert workers.process.returncode == 7
+    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
+
+
+def test_workers_killed_with_everything_they_started_leave_nobody(tmp_path: Path) -> None:
+    script = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+    workers = Workers([sys.executable, "-c", script], tmp_path / "log", Screen())
+    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):
+        pass
+    workers.send(9)
+    workers.close()
+    grandchild = int((tmp_path / "log").read_text())
+    state = Path(f"/proc/{grandchild}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_a_directory_with_an_owner_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "out")
+    run = RunDirectory(tmp_path / "out").create()
+    with RunLock(run.lock) as lock:
+        lock.acquire("launch")
+        with pytest.raises(RunLocked, match="belongs to a running launch"):
+            launch(config)
+    assert os.listdir(run.path) == [".lock"]
+
+
+def test_a_command_that_cannot_start_ends_with_its_reason(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "out")
+    code = launch(config, options=LaunchOptions(command=lambda *_: [sys.executable, "-c", "raise SystemExit(2)"]))
+    assert code == 2
+    assert [event["event"] for event in read_events(RunDirectory(tmp_path / "out"))] == ["start", "end"]
+
+
+def test_events_hold_the_reason_and_the_evidence_and_survive_a_cut(tmp_path: Path) -> None:
+    run, said = RunDirectory(tmp_path), []
+    events = EventLog(run, by="watchdog", say=said.append)
+    alarm = Alarm("dead_rank", "stall", "rank 1 is dead", 1, {"ranks": {"1": {"phase": "progress"}}})
+    events.record_alarm(alarm)
+    write_anomaly(run, alarm)
+    with open(run.events, "a") as file:
+        file.write('{"ts": 1, "ev')
+    (event,) = read_events(run)
+    assert (event["event"], event["by"], event["reason"]) == ("dead_rank", "watchdog", "rank 1 is dead")
+    assert event["evidence"]["ranks"]["1"]["phase"] == "progress" and event["evidence"]["rank"] == 1
+    assert said == ["[watchdog] dead_rank: rank 1 is dead"]
+    assert run.anomaly.read_text() == "dead_rank\nrank 1 is dead\n"
+    json.dumps(event)

@@ -1,0 +1,64 @@
+"""Which run an operator means, and what he is told when there is none."""
+
+from pathlib import Path
+
+import pytest
+
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.info import write_info
+from tamis.run.find import NoSuchRun, existing_run, no_run_in, runs_near
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs, and the folder of a launch's logs, as `tamis run` leaves them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m7c_125m", "train_showcase"):
+        RunDirectory(Path("artifacts") / name).create().config_yaml.touch()
+    logs = Path("artifacts/train_runs/m7c_20260101_000000")
+    logs.mkdir(parents=True)
+    write_info(logs / "run.info", {"run_dir": str(logs), "out_dir": "artifacts/train_showcase"})
+    return tmp_path
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(NoSuchRun) as error:
+        existing_run(path)
+    return str(error.value)
+
+
+def test_a_run_is_found_by_any_trace_it_left(tmp_path: Path) -> None:
+    for trace in ("config.yaml", "launch.log", "preflight.json", "heartbeat_rank3.jsonl"):
+        run = RunDirectory(tmp_path / trace.partition(".")[0]).create()
+        (run.path / trace).touch()
+        assert existing_run(run.path).path == run.path
+
+
+def test_the_most_similar_name_comes_first(runs: Path) -> None:
+    assert runs_near(Path("artifacts/showcase"))[0] == Path("artifacts/train_showcase")
+    assert runs_near(Path("m7c"))[0] == Path("artifacts/m7c_125m")
+
+
+@pytest.mark.parametrize(
+    ("path", "state"),
+    [
+        ("artifacts/m7c", "does not exist"),
+        ("artifacts", "holds no run"),
+        ("artifacts/m7c_125m/config.yaml", "is not a directory"),
+    ],
+)
+def test_what_is_no_run_is_told_with_the_runs_there_are(path: str, state: str, runs: Path) -> None:
+    message = refusal(path)
+    assert message.startswith(f"{path} {state}; give the directory that train.out_dir names (runs here: ")
+    assert "artifacts/m7c_125m" in message
+    assert "train_runs" not in message
+
+
+def test_the_folder_of_a_launchs_logs_leads_to_its_run(runs: Path) -> None:
+    logs = "artifacts/train_runs/m7c_20260101_000000"
+    assert refusal(logs) == f"{logs} holds the logs of a launch; its run is in artifacts/train_showcase"
+
+
+def test_where_nothing_ever_ran_the_first_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert no_run_in("artifacts/x").endswith("(there is no run here yet, tamis run starts one)")
