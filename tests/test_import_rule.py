@@ -19,7 +19,7 @@ MAY_IMPORT = {  # package: the packages it may import besides itself
     "model": {"attention", "config"},
     "data": {"config"},
     "run": {"config", "data"},
-    "checkpoint": {"config", "train", *RUN_FOR_WORKERS},
+    "checkpoint": {"config", *RUN_FOR_WORKERS},
     "train": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "generate": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "bench": {"attention", "model", "config", "data", "generate", "train", *RUN_FOR_WORKERS},

@@ -42,7 +42,7 @@ def test_out_of_memory_names_the_keys_and_keeps_the_tokens_per_step(tmp_path, mo
     def runs_out(self, loss) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    monkeypatch.setattr("tamis.train.optimizer.Stepper.backward", runs_out)
+    monkeypatch.setattr("tamis.train.optimizer.OptimizerStep.backward", runs_out)
     assert train_config(config_of(tmp_path, "train.batch_size=4", "train.accumulate_grad_batches=3")) == 1
     told = capsys.readouterr().err
     assert "out of GPU memory" in told
@@ -141,7 +141,7 @@ def test_ranges_are_balanced_even_when_a_step_fails(tmp_path, monkeypatch) -> No
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(torch.profiler, "record_function", Range)
-    monkeypatch.setattr("tamis.train.optimizer.Stepper.backward", fails)
+    monkeypatch.setattr("tamis.train.optimizer.OptimizerStep.backward", fails)
     ranges.listen("torch")
     try:
         assert train_config(config_of(tmp_path)) == 1

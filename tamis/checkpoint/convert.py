@@ -1,6 +1,6 @@
-"""Turns a checkpoint of one kind into the other, or into plain safetensors weights.
+"""Convert a checkpoint to the other kind, or to plain safetensors weights.
 
-A `file` is what one process or DDP writes, a `folder` what FSDP writes; either resumes under either.
+One process or DDP writes a `file`, FSDP writes a `folder`; both resume under both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tamis.checkpoint.file import State, read_checkpoint, save_file
 from tamis.config import build_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import write_atomic
-from tamis.train.distributed import Workers
 
 Kind = Literal["file", "folder", "safetensors"]
 
@@ -42,11 +41,11 @@ def convert(source: str | Path, target: str | Path, kind: Kind) -> Path:
         return save_file(run, state, config)
     from tamis.checkpoint.sharded import save_shards
 
-    return save_shards(run, state, config, Workers(0, 1, torch.device("cpu")))
+    return save_shards(run, state, config, is_main=True, together=lambda action: action())
 
 
 def _write_weights(state: State, target: Path) -> Path:
-    """The weights in fp32 under their names; configuration and step are in the file's metadata."""
+    """Write the fp32 weights by name, with configuration and step in the file's metadata."""
     from safetensors.torch import save
 
     about = {"tamis_config": json.dumps(state["config"]), "tamis_step": str(state["step"])}

@@ -1,13 +1,14 @@
 """Checkpoints: the whole state of a run, written so that a kill at any instant loses nothing.
 
-`checkpoint_step{N}.pt` is written to a temporary name, synced and renamed; its manifest with the sha256 comes last, and
-only what matches its manifest is ever loaded. It is one file, or with sharded parameters a folder
-(`sharded_checkpoint.py`). Both hold the same: step, config, model, optimizer, scaler, data position, rng, world_size.
+`checkpoint_step{N}.pt` is written to a temporary name, synced and renamed. Its manifest with the sha256 is written
+last, and only a checkpoint that matches its manifest is loaded. It is one file, or with sharded parameters a folder
+(`sharded.py`). Both hold: step, config, model, optimizer, scaler, data position, rng, world_size.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,6 @@ from tamis.config import Config, ConfigError
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import write_atomic
-from tamis.train.distributed import Workers, is_sharded
 
 MUST_MATCH = ("model", "nsa")  # sections that decide what the weights mean
 
@@ -25,9 +25,9 @@ State = dict[str, Any]
 
 
 class _Hashing:
-    """A file that knows the sha256 of what was written to it, so that saving needs no second read.
+    """A file that computes the sha256 of what is written to it, so that saving needs no second read.
 
-    PyTorch's writer turns an error of the file, such as a full disk, into one of its own; the cause is kept here.
+    torch.save replaces an error of the file, such as a full disk, with its own; `error` keeps the cause.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -46,18 +46,21 @@ class _Hashing:
         self.file.flush()
 
 
-def save_checkpoint(run: RunDirectory, state: State, config: Config, workers: Workers) -> Path:
+def save_checkpoint(
+    run: RunDirectory, state: State, config: Config, sharded: bool, is_main: bool, together: Callable[..., None]
+) -> Path:
     """Write the state of `state["step"]`, then remove the oldest checkpoints beyond `keep_checkpoints`.
 
-    All ranks call it. An OSError, where the disk failed, leaves every earlier checkpoint as it was.
+    All ranks call it; `together(action)` runs an action on every rank and raises one rank's error on all. An OSError
+    from the disk leaves every earlier checkpoint as it was.
     """
-    if is_sharded(config, workers):
+    if sharded:
         from tamis.checkpoint.sharded import save_shards
 
-        save_shards(run, state, config, workers)
-    elif workers.is_main:
+        save_shards(run, state, config, is_main, together)
+    elif is_main:
         save_file(run, state, config)
-    if workers.is_main:
+    if is_main:
         checkpoints.retire(run, config.train.keep_checkpoints)
     return run.checkpoint(state["step"])
 
@@ -74,14 +77,14 @@ def save_file(run: RunDirectory, state: State, config: Config) -> Path:
             raise hashing.error or RuntimeError("torch.save failed") from None
         digests.append(hashing.digest.hexdigest())
 
-    run.manifest(state["step"]).unlink(missing_ok=True)  # a manifest never speaks for another file's bytes
+    run.manifest(state["step"]).unlink(missing_ok=True)  # the old manifest must never describe the new bytes
     write_atomic(path, write)
     checkpoints.write_manifest(run, state["step"], config_hash=config.hash, sha256=digests[0])
     return path
 
 
 def read_checkpoint(path: Path, device: torch.device) -> State:
-    """The verified state in `path`, file or folder, every tensor whole."""
+    """Verify the checkpoint `path`, file or folder, and return its state with whole tensors."""
     checkpoints.require_valid(path)
     if not path.is_dir():
         return dict(torch.load(path, map_location=device, weights_only=True))
@@ -91,9 +94,9 @@ def read_checkpoint(path: Path, device: torch.device) -> State:
 
 
 def load_checkpoint(path: Path, config: Config, device: torch.device, sharded: State | None = None) -> State:
-    """The state to resume `config` from; an error names what is wrong with the file or which key differs.
+    """Return the state to resume `config` from; an error names what is wrong with the file or which key differs.
 
-    Tensors come whole, on `device`; or where `sharded` gives the tensors of a sharded model and optimizer, in those.
+    Tensors are whole, on `device`; with `sharded`, a sharded model and optimizer, they are sharded as those are.
     """
     if sharded is None or not path.is_dir():
         state = read_checkpoint(path, device)
@@ -108,12 +111,12 @@ def load_checkpoint(path: Path, config: Config, device: torch.device, sharded: S
 
 
 def _divided(state: State, sharded: State) -> State:
-    from tamis.train.fsdp import like
+    from tamis.checkpoint.sharded import shard_like
 
     parameters = sharded["model"]
-    model = {name: like(parameters[name], tensor) for name, tensor in state["model"].items()}
+    model = {name: shard_like(parameters[name], tensor) for name, tensor in state["model"].items()}
     optimizer = {
-        name: {key: like(parameters[name], tensor) for key, tensor in moments.items()}
+        name: {key: shard_like(parameters[name], tensor) for key, tensor in moments.items()}
         for name, moments in state["optimizer"].items()
     }
     return {**state, "model": model, "optimizer": optimizer}

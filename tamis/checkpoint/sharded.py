@@ -1,7 +1,7 @@
-"""The folder kind of checkpoint: each process writes its own shards, through PyTorch's distributed checkpoint.
+"""Sharded checkpoints: a folder to which each rank writes its own shards, through torch.distributed.checkpoint.
 
-`checkpoint_step{N}.pt/` holds safetensors files and `facts.json`, nothing pickled; it loads on any number of
-processes, and into a model that is not sharded at all.
+`checkpoint_step{N}.pt/` holds safetensors files and `facts.json`, nothing pickled. It loads on any number of ranks,
+and into a model that is not sharded.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tamis.config import Config
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import sync_directory, write_json_atomic
-from tamis.train.agreement import together
-from tamis.train.distributed import Workers
 
 FACTS = "facts.json"
 TENSORS = ("model", "optimizer", "rng")  # the rest of a state is facts, which JSON can hold
@@ -32,20 +32,20 @@ TENSORS = ("model", "optimizer", "rng")  # the rest of a state is facts, which J
 State = dict[str, Any]
 
 
-def save_shards(run: RunDirectory, state: State, config: Config, workers: Workers) -> Path:
-    """Called by all ranks; an OSError on one is raised on every one, and nothing that was there is lost."""
+def save_shards(run: RunDirectory, state: State, config: Config, is_main: bool, together: Callable[..., None]) -> Path:
+    """Write a checkpoint folder; all ranks call it. An OSError on one rank is raised on all, and nothing is lost."""
     step = state["step"]
     path = run.checkpoint(step)
     temporary = path.with_name(f"{path.name}.tmp")
 
     def prepare() -> None:
-        if workers.is_main:
-            run.manifest(step).unlink(missing_ok=True)  # a manifest never speaks for another folder's bytes
+        if is_main:
+            run.manifest(step).unlink(missing_ok=True)  # the old manifest must never describe the new bytes
             checkpoints.remove(temporary)
             temporary.mkdir()
 
     def publish() -> None:
-        if workers.is_main:
+        if is_main:
             write_json_atomic(temporary / FACTS, {name: state[name] for name in state if name not in TENSORS})
             checkpoints.remove(path)
             os.replace(temporary, path)
@@ -53,29 +53,29 @@ def save_shards(run: RunDirectory, state: State, config: Config, workers: Worker
             checkpoints.write_manifest(run, step, config_hash=config.hash)
 
     try:
-        together(workers, prepare)
-        _write(temporary, flatten(state), alone=workers.world_size == 1)
-        together(workers, publish)
+        together(prepare)
+        _write(temporary, flatten(state))
+        together(publish)
     except OSError:
-        if workers.is_main:
+        if is_main:
             checkpoints.remove(temporary)
         raise
     return path
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], alone: bool) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _quiet():
-            dcp.save(tensors, storage_writer=writer, no_dist=alone)
-    except dcp.api.CheckpointException as error:  # raised on every rank, whichever failed
+            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    except dcp.api.CheckpointException as error:  # raised on every rank
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
         raise OSError(f"the shards could not be written: {reasons}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch warns that a process works alone also where it was told to."""
+    """Silence PyTorch's warning about working without a process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -86,7 +86,7 @@ def read_facts(path: Path) -> State:
 
 
 def read_whole(path: Path, device: torch.device) -> State:
-    """Every tensor in one piece; each process reads for itself."""
+    """Read every tensor whole; each process reads for itself."""
     reader = dcp.HuggingFaceStorageReader(str(path))
     found = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
     tensors = {name: torch.empty(kept.size, dtype=kept.properties.dtype, device=device) for name, kept in found.items()}
@@ -96,7 +96,7 @@ def read_whole(path: Path, device: torch.device) -> State:
 
 
 def read_into(path: Path, sharded: State) -> State:
-    """Each process reads its part, as the tensors of `sharded` are divided, into them. Nobody waits for another."""
+    """Read this rank's part into the tensors of `sharded`. No rank waits for another."""
     reader = dcp.HuggingFaceStorageReader(str(path))
     found = reader.read_metadata().state_dict_metadata  # a parameter that no gradient ever reached has no moments
     tensors = {name: tensor for name, tensor in flatten(sharded).items() if name in found}
@@ -105,8 +105,16 @@ def read_into(path: Path, sharded: State) -> State:
     return unflatten(tensors)
 
 
+def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return `value`, whole on every rank, sharded as `parameter` is."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    placed = value.to(parameter.device)
+    return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def flatten(state: State) -> dict[str, Tensor]:
-    """`model.NAME`, `optimizer.NAME.KEY`, `rng`."""
+    """Return the tensors under flat names: `model.NAME`, `optimizer.NAME.KEY`, `rng`."""
     model = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     moments = {
         f"optimizer.{name}.{key}": tensor

@@ -13,49 +13,55 @@ from collections.abc import Iterator
 
 from tamis.run.files.live import LIVE_VARIABLE, REWRITE
 
-Z_LEAST = 10  # fewer values before it say nothing
+Z_LEAST = 10  # with fewer earlier values a z-score means nothing
 Z_WINDOW = 128  # logged steps a loss is compared with
 RATE_WINDOW = 50  # steps whose median time gives the ETA
 
 
-class Progress:
-    """Prints on the main rank only; elsewhere it stays silent."""
+class Console:
+    """Standard output of one rank. Only rank 0 prints; errors are printed by every rank, with its number."""
 
-    def __init__(self, speaks: bool = True) -> None:
-        self.speaks = speaks
-        self.live = speaks and (sys.stdout.isatty() or os.environ.get(LIVE_VARIABLE) == "1")
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.live = rank == 0 and (sys.stdout.isatty() or os.environ.get(LIVE_VARIABLE) == "1")
         self._line_open = False
 
     def say(self, text: str) -> None:
-        if not self.speaks:
+        """Print a line of rank 0."""
+        if self.rank != 0:
             return
         if self._line_open:
             sys.stdout.write("\n")
             self._line_open = False
-        print(text, flush=True)
+        print(f"[tamis] {text}", flush=True)
+
+    def error(self, text: str) -> None:
+        """Print an error of this rank to stderr."""
+        who = f" on rank {self.rank}" if self.world_size > 1 else ""
+        print(f"error{who}: {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Announce a start-up stage when it begins, and its time when it ends."""
         started = time.monotonic()
-        self.say(f"[tamis] {name} …")
+        self.say(f"{name} …")
         yield
-        self.say(f"[tamis] {name}: {time.monotonic() - started:.1f} s")
+        self.say(f"{name}: {time.monotonic() - started:.1f} s")
 
     def step(self, text: str, is_logged: bool) -> None:
-        """Logged steps stay; on a terminal the others show in one line that is rewritten each time."""
+        """Print a logged step; on a terminal, show the other steps in one line that is rewritten each time."""
         if self.live:
-            # A line that wraps cannot be rewritten: what does not fit is cut, but for the lines that stay.
+            # A line that wraps cannot be rewritten, so it is cut to the terminal; logged lines stay whole.
             shown = f"{text}\n" if is_logged else text[: shutil.get_terminal_size().columns - 1]
             sys.stdout.write(REWRITE + shown)
             sys.stdout.flush()
             self._line_open = not is_logged
-        elif self.speaks and is_logged:
+        elif self.rank == 0 and is_logged:
             print(text, flush=True)
 
 
 class ZScore:
-    """How unusual a value is among the ones before it, in standard deviations."""
+    """How unusual a value is among the earlier ones, in standard deviations."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=Z_WINDOW)
@@ -69,7 +75,7 @@ class ZScore:
 
 
 class Pace:
-    """Median step time of the recent past, for the ETA: measured, never planned."""
+    """Median time of the recent steps, for the ETA."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=RATE_WINDOW)

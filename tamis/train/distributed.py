@@ -1,6 +1,6 @@
-"""The processes of one run: who they are, how they exchange facts, and how their gradients meet.
+"""The ranks of one run: how they join, exchange small values, fail together, and average their gradients.
 
-Distribution is applied to the model from outside; with one process everything here is a no-op.
+Distribution is applied to the model from outside. With one process everything here is a no-op.
 """
 
 from __future__ import annotations
@@ -9,23 +9,32 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tamis.config import Config, ConfigError
+from tamis.data import DataError, EndOfData
+from tamis.run.files.lock import RunLocked
+from tamis.run.files.manifest import DamagedCheckpoint
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+WIRE_DTYPE = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of gradients between ranks
+
+# Errors that `Ranks.together` raises on every rank. The first match is raised, so subclasses come before their bases.
+SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, EndOfData, DataError, DamagedCheckpoint, RunLocked, OSError)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Workers:
-    """This process among its peers, as torchrun's variables say."""
+class Ranks:
+    """This process among the ranks of its run, from torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -36,14 +45,14 @@ class Workers:
         return self.rank == 0
 
     def mean_(self, x: Tensor) -> Tensor:
-        """Average over the processes in place, on the device."""
+        """Average over the ranks in place, on the device."""
         if self.world_size > 1:
             dist.all_reduce(x)
             x /= self.world_size
         return x
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank: small things that JSON can hold. It waits."""
+        """Return the `value` of every rank in rank order, on every rank. Small JSON values only; waits for all."""
         if self.world_size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -54,14 +63,30 @@ class Workers:
         dist.all_gather(parts, nn.functional.pad(own, (0, longest - len(own))))
         return [json.loads(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
 
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on every rank; if it fails on one, raise that rank's error on all, so that no rank waits."""
+        try:
+            result, failure = action(), None
+        except SHARED_ERRORS as error:
+            if self.world_size == 1:
+                raise
+            failure = next([number, str(error)] for number, kind in enumerate(SHARED_ERRORS) if isinstance(error, kind))
+        failures = self.gather(failure)
+        for rank, found in enumerate(failures):
+            if found is not None:
+                number, message = found
+                everywhere = all(other == found for other in failures)
+                raise SHARED_ERRORS[number](message if everywhere else f"rank {rank}: {message}")
+        return result
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
 
-    def leave_at_once(self, code: int) -> None:
-        """End a process that failed, if it has peers: they may be gone, or stuck where it will never join them.
+    def exit_at_once(self, code: int) -> None:
+        """End a failed process that has peers: they may be gone, or stuck where it will never join them.
 
-        Both leaving the group in order and Python's own way out wait for every collective under way.
+        Leaving the process group in order and Python's own exit both wait for every pending collective.
         """
         if self.world_size > 1:
             sys.stdout.flush()
@@ -70,14 +95,14 @@ class Workers:
 
 
 @contextlib.contextmanager
-def join(config: Config) -> Iterator[Workers]:
-    """Join the process group torchrun set up, if any, and leave it at the end."""
+def join(config: Config) -> Iterator[Ranks]:
+    """Join the process group that torchrun set up, if any, and leave it at the end."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
         dist.init_process_group(_process_backend(device, world_size), timeout=COLLECTIVE_TIMEOUT)
-    yield Workers(rank, world_size, device)
-    # Not after an error: leaving in order may wait for a peer that is no longer there.
+    yield Ranks(rank, world_size, device)
+    # Not after an error: leaving in order may wait for a peer that is gone.
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -102,40 +127,56 @@ def device_name(device: torch.device) -> str:
 def _process_backend(device: torch.device, world_size: int) -> str:
     if device.type == "cpu":
         return "gloo"
-    # NCCL refuses two ranks on one GPU; gloo serves for trying things out there.
+    # NCCL refuses two ranks on one GPU; gloo allows it, which is enough to try things out.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return "cpu:gloo,cuda:nccl" if local <= torch.cuda.device_count() else "gloo"
 
 
-def model_config(config: Config, workers: Workers) -> Config:
-    """The configuration to build the model from: several processes checkpoint activations only if told to twice."""
+def model_config(config: Config, ranks: Ranks) -> Config:
+    """Return the configuration to build the model from: `ddp_disable_gc` turns checkpointing off for several ranks."""
     runtime = config.runtime
-    if workers.world_size == 1 or not (runtime.gradient_checkpointing and runtime.ddp_disable_gc):
+    if ranks.world_size == 1 or not (runtime.gradient_checkpointing and runtime.ddp_disable_gc):
         return config
     return config.model_copy(update={"runtime": runtime.model_copy(update={"gradient_checkpointing": False})})
 
 
-def is_sharded(config: Config, workers: Workers) -> bool:
-    """Whether parameters and optimizer state are divided among the processes."""
-    return workers.world_size > 1 and config.runtime.parallel == "fsdp"
+def is_sharded(config: Config, ranks: Ranks) -> bool:
+    """Return whether parameters and optimizer state are divided among the ranks (FSDP)."""
+    return ranks.world_size > 1 and config.runtime.parallel == "fsdp"
 
 
-def distribute(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
-    """The model with its gradients averaged over all processes, and with `fsdp` its parameters divided among them."""
-    if is_sharded(config, workers):
-        from tamis.train.fsdp import shard
-
-        return shard(model, config, workers.device)
-    return model if workers.world_size == 1 else _replicate(model, config, workers)
+def distribute(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
+    """Wrap the model so that gradients are averaged over all ranks; with `fsdp`, parameters are divided among them."""
+    if ranks.world_size == 1:
+        return model
+    return _shard(model, config, ranks.device) if is_sharded(config, ranks) else _replicate(model, config, ranks)
 
 
-def _replicate(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
+def _shard(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Apply FSDP2 block by block, in place: whole parameters exist only while their block computes.
+
+    Autocast still chooses the compute dtype, so parameters travel in fp32. Results equal those of DDP.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     runtime = config.runtime
-    # PyTorch's static graph does not know backward passes that are not synchronised: its first one fails an assertion.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    wire = WIRE_DTYPE["none" if runtime.ddp_safe_mode else runtime.ddp_compress]
+    precision = MixedPrecisionPolicy(reduce_dtype=wire)
+    for block in cast(nn.ModuleList, model.get_submodule("decoder.blocks")):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def _replicate(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
+    runtime = config.runtime
+    # DDP's static graph does not support no_sync: its first unsynchronised backward pass fails an assertion.
     is_static = runtime.ddp_static_graph and not runtime.ddp_safe_mode and config.train.accumulate_grad_batches == 1
     wrapped = nn.parallel.DistributedDataParallel(
         model,
-        device_ids=[workers.device.index] if workers.device.type == "cuda" else None,
+        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
         bucket_cap_mb=runtime.ddp_bucket_mb,
         static_graph=is_static,
         find_unused_parameters=runtime.ddp_find_unused,
@@ -143,7 +184,7 @@ def _replicate(model: nn.Module, config: Config, workers: Workers) -> nn.Module:
     )
     if runtime.ddp_compress != "none" and not runtime.ddp_safe_mode:
         compress = _compression_hook(runtime.ddp_compress)
-        # In a lambda: DDP refuses torch's bf16 hook by its name without NCCL, though gloo carries bf16 as well.
+        # In a lambda: DDP refuses torch's bf16 hook by name without NCCL, though gloo supports bf16 as well.
         wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
     return wrapped
 
@@ -155,9 +196,9 @@ def _compression_hook(dtype: str) -> Any:
 
 
 def synchronised_only_if(last: bool, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Gradients meet once per optimizer step: on its last micro-batch."""
+    """Average gradients once per optimizer step: on its last micro-batch."""
     if not last and isinstance(model, nn.parallel.DistributedDataParallel):
         return model.no_sync()
     if (set_synchronised := getattr(model, "set_requires_gradient_sync", None)) is not None:
-        set_synchronised(last)  # FSDP's way to say the same
+        set_synchronised(last)  # FSDP's equivalent of no_sync
     return contextlib.nullcontext()

@@ -1,17 +1,27 @@
-"""What must never go on: numbers that are not finite, and a loss that no honest model could reach."""
+"""Checks that stop a run: non-finite metrics, a loss that no causal model reaches, ranks that do not agree."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
-from tamis.config import Config
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tamis
+from tamis.config import Config, ConfigError
+from tamis.train.distributed import Ranks
 
 FLOOR_MARGIN = 0.1  # nats; sampling noise of a batch's loss stays far below it
 SCALER_PATIENCE = 20  # fp16 skips single steps while it looks for its loss scale; this many in a row is an anomaly
 
 
 class Anomaly(Exception):
-    """Training must stop, and nothing may be saved any more; `kind` goes to `.anomaly_type`."""
+    """Training must stop and nothing may be saved any more; `kind` is written to `.anomaly_type`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -19,8 +29,10 @@ class Anomaly(Exception):
 
 
 class Guard:
+    """Checks the metrics of every step."""
+
     def __init__(self, config: Config, is_synthetic: bool) -> None:
-        # Nobody can predict uniform random tokens: a loss below ln V means that the target leaks into the input.
+        # Uniform random tokens cannot be predicted: a loss below ln V means that the target leaks into the input.
         self.floor = math.log(config.vocab_size) - FLOOR_MARGIN if is_synthetic else 0.0
         self.patience = SCALER_PATIENCE if config.runtime.precision == "fp16" else 1
         self.skipped = 0
@@ -33,3 +45,73 @@ class Guard:
         self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
         if self.skipped >= self.patience:
             raise Anomaly("non_finite_gradient", f"gradient norm is {grad_norm} at step {step}")
+
+
+def fingerprint(config: Config, data: str, device: str) -> dict[str, str]:
+    """Return what must be equal on every rank, each under the name that an error message uses."""
+    return {
+        "configuration": config.hash,
+        "code": code_hash(),
+        "data": data,
+        "device": device,
+        "torch version": torch.__version__,
+    }
+
+
+def code_hash() -> str:
+    """Hash every Python source of the package."""
+    root = Path(tamis.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def require_agreement(ranks: Ranks, own: dict[str, str]) -> None:
+    """Raise a ConfigError when a rank's fingerprint differs; the message names the rank and what differs."""
+    of_rank = ranks.gather(own)
+    odd = [
+        f"rank {rank} has {name} {value!r}, the others have {usual!r}"
+        for name in own
+        for usual in [most_common([facts[name] for facts in of_rank])]
+        for rank, value in enumerate(facts[name] for facts in of_rank)
+        if value != usual
+    ]
+    if odd:
+        raise ConfigError("the ranks do not agree, so nothing was trained: " + "; ".join(odd))
+
+
+def most_common(values: list[Any]) -> Any:
+    """Return the first of the most frequent values: with two ranks, rank 0's."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def weights_differ(model: nn.Module, ranks: Ranks) -> Tensor:
+    """Return 1 on the device if the ranks' weights differ in any bit, else 0, without a host sync."""
+    sums = weight_sums(model)
+    extremes = torch.cat((sums, -sums))
+    if ranks.world_size > 1:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes.chunk(2)
+    return (highest != -lowest).any().float()
+
+
+def weight_sums(model: nn.Module) -> Tensor:
+    """Sum the bits of each parameter as integers: exact in any order of summation."""
+    return torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in model.parameters()])
+
+
+def raise_difference(model: nn.Module, ranks: Ranks, step: int) -> None:
+    """Raise an Anomaly that names the ranks whose weights differ from the others, and the first parameter of each."""
+    names = [name for name, _ in model.named_parameters()]
+    of_rank = ranks.gather(weight_sums(model).tolist())
+    usual = [most_common(list(sums)) for sums in zip(*of_rank, strict=True)]
+    odd = {
+        rank: [name for name, own, other in zip(names, sums, usual, strict=True) if own != other]
+        for rank, sums in enumerate(of_rank)
+        if sums != usual
+    }
+    who = "; ".join(
+        f"rank {rank} in {len(own)} of {len(names)} parameters, first {own[0]}" for rank, own in odd.items()
+    )
+    raise Anomaly("weights_differ", f"at step {step} the ranks no longer hold the same weights: {who}")

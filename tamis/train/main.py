@@ -1,4 +1,4 @@
-"""What python or torchrun starts: opens a session in announced stages, trains, and turns every end into its exit code.
+"""The entry of a worker, started by python or torchrun: trains a configuration and returns the exit code.
 
 python -m tamis.train.main --config configs/train_showcase.yaml train.steps=100
 torchrun --nproc_per_node=2 -m tamis.train.main --config OUT/config.yaml --resume auto
@@ -30,13 +30,13 @@ from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
-from tamis.train.distributed import Workers, device_name, join
+from tamis.train.console import Console
+from tamis.train.distributed import Ranks, device_name, join
 from tamis.train.guards import Anomaly
-from tamis.train.loop import train
 from tamis.train.memory import out_of_memory_advice
 from tamis.train.settings import apply_settings
 from tamis.train.step import COMPUTE_DTYPE
-from tamis.train.trainer import Session
+from tamis.train.trainer import Trainer
 
 ALL_END_TOGETHER = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
 STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPTED: torchrun sends TERM to regroup
@@ -51,53 +51,53 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
     except (ConfigError, RunLocked) as error:
-        print(f"error: {error}", file=sys.stderr)
+        Console().error(str(error))
         return ExitCode.USAGE
 
 
 def train_config(config: Config, resume: str | None = None) -> int:
-    """Train to the end of the configuration, in this process as one of torchrun's or alone; returns the exit code."""
+    """Train `config` in this process, alone or as one of torchrun's ranks; returns the exit code."""
     started = time.time()
     _require_gpu_for_production(config)
     if (problem := _problem_with(resume)) is not None:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        Console().error(problem)
         return ExitCode.USAGE
-    RunDirectory(config.train.out_dir).create()  # what cannot be a directory is told before anything slow
-    with join(config) as workers:
-        if (ended := _end_before_restart(RunDirectory(config.train.out_dir), workers)) is not None:
+    RunDirectory(config.train.out_dir).create()  # a path that cannot be a directory is refused before anything slow
+    with join(config) as ranks:
+        if (ended := _end_before_restart(RunDirectory(config.train.out_dir), ranks)) is not None:
             return ended
-        code = _train_or_explain(Session(config, workers), resume, started)
+        code = _train_or_explain(Trainer(config, ranks), resume, started)
         if code not in ALL_END_TOGETHER:
-            workers.leave_at_once(code)
+            ranks.exit_at_once(code)
         return code
 
 
-def _train_or_explain(session: Session, resume: str | None, started: float) -> int:
-    """The exit code of the training; whatever ended it early has been told and recorded."""
+def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> int:
+    """Train and return the exit code; an early end is explained on stderr and in the heartbeat."""
     try:
-        return _train(session, resume, started)
+        return _train(trainer, resume, started)
     except (ConfigError, DamagedCheckpoint) as error:
-        return _failed(session, ExitCode.USAGE, str(error))
+        return _failed(trainer, ExitCode.USAGE, str(error))
     except DataError as error:
         lasting = isinstance(error, EndOfData)
-        return _failed(session, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting)
+        return _failed(trainer, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting)
     except Anomaly as anomaly:
-        write_text_atomic(session.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
-        return _failed(session, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
+        write_text_atomic(trainer.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
+        return _failed(trainer, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
     except torch.OutOfMemoryError:
-        session.memory_dumps.write("out_of_memory", session.step + 1)
-        return _failed(session, ExitCode.CRASH, out_of_memory_advice(session.config, session.workers.device))
+        trainer.memory_dumps.write("out_of_memory", trainer.step + 1)
+        return _failed(trainer, ExitCode.CRASH, out_of_memory_advice(trainer.config, trainer.ranks.device))
     except Exception:
-        if session.workers.world_size == 1:
+        if trainer.ranks.world_size == 1:
             raise
         traceback.print_exc()
         return ExitCode.CRASH
     finally:
-        session.leave()
+        trainer.close()
 
 
 def _problem_with(resume: str | None) -> str | None:
-    """Why this cannot be resumed from; a mistyped path is found before anything of the run's directory is touched."""
+    """Return why `resume` cannot be used, or None; checked before anything in the run directory changes."""
     if resume is None or resume == "auto":
         return None
     path = Path(resume)
@@ -113,7 +113,7 @@ def _problem_with(resume: str | None) -> str | None:
 
 
 def _require_gpu_for_production(config: Config) -> None:
-    """A production run that would quietly use the processor is a mistake, and takes weeks to notice."""
+    """Refuse a production run that would use the CPU because no GPU was found."""
     if config.runtime.production and config.runtime.device == "auto" and not torch.cuda.is_available():
         raise ConfigError(
             "runtime.production is true and no usable GPU was found: check nvidia-smi and the driver, or set "
@@ -121,82 +121,79 @@ def _require_gpu_for_production(config: Config) -> None:
         )
 
 
-def _end_before_restart(run: RunDirectory, workers: Workers) -> int | None:
-    """torchrun's elastic restarts also restart workers that were told to stop, or cannot go on: they end again.
+def _end_before_restart(run: RunDirectory, ranks: Ranks) -> int | None:
+    """Return the exit code of a run that had ended, when torchrun restarts it anyway; None to go on.
 
-    Machines count their restarts apart. A halted run ends with 0 now, lest torchrun try yet again.
+    Each machine counts its own restarts. A halted run returns 0, so that torchrun does not restart it again.
     """
-    last = read_heartbeats(run.heartbeat(0), tail=1) if workers.is_main else []
+    last = read_heartbeats(run.heartbeat(0), tail=1) if ranks.is_main else []
     stays_ended = bool(last) and (last[-1].exit_code in STAYS_ENDED or last[-1].lasting is True)
     own = [int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), last[-1].exit_code if stays_ended else None]
-    of_rank = workers.gather(own)
+    of_rank = ranks.gather(own)
     code = of_rank[0][1]
     if max(restarts for restarts, _ in of_rank) == 0 or code is None:
         return None
-    print(
-        f"[tamis] rank {workers.rank}: the run had ended (exit code {code}); a restart does not change that", flush=True
-    )
+    Console().say(f"rank {ranks.rank}: the run had ended (exit code {code}); a restart does not change that")
     return 0 if code == ExitCode.HALTED else int(code)
 
 
-def _train(session: Session, resume: str | None, started: float) -> int:
-    _announce(session)
-    if session.workers.is_main:
-        _prepare_directory(session, started)
-    # Chosen by one rank for all: each looking for itself could see another newest.
-    chosen = _checkpoint_to_resume(session.run, resume) if session.workers.is_main else None
-    session.open(session.workers.gather(chosen)[0])
-    code = train(session)
-    if session.workers.is_main:
-        write_json_atomic(session.run.metrics_json, _metrics(session, code, started))
+def _train(trainer: Trainer, resume: str | None, started: float) -> int:
+    _announce(trainer)
+    if trainer.ranks.is_main:
+        _prepare_directory(trainer, started)
+    # Rank 0 chooses for all: on a shared disk two ranks could see different newest checkpoints.
+    chosen = _checkpoint_to_resume(trainer.run, resume) if trainer.ranks.is_main else None
+    trainer.open(trainer.ranks.gather(chosen)[0])
+    code = trainer.train()
+    if trainer.ranks.is_main:
+        write_json_atomic(trainer.run.metrics_json, _metrics(trainer, code, started))
         end = "done" if code == ExitCode.DONE else "stopped"
-        session.progress.say(f"[tamis] {end} at step {session.step}; everything is in {session.run.path}")
-    session.loader.close()
+        trainer.console.say(f"{end} at step {trainer.step}; everything is in {trainer.run.path}")
+    trainer.loader.close()
     return code
 
 
-def _announce(session: Session) -> None:
-    """The truth about what is about to run, before anything slow."""
-    config, workers, say = session.config, session.workers, session.progress.say
-    model, train, tokens = config.model, config.train, config.tokens_per_step(workers.world_size)
+def _announce(trainer: Trainer) -> None:
+    """Print what is about to run, before anything slow."""
+    config, ranks, say = trainer.config, trainer.ranks, trainer.console.say
+    model, train, tokens = config.model, config.train, config.tokens_per_step(ranks.world_size)
     say(
-        f"[tamis] model {model.name}: {parameter_count(config):,} parameters, {model.attention} attention, "
+        f"model {model.name}: {parameter_count(config):,} parameters, {model.attention} attention, "
         f"{model.n_layers} layers, dim {model.dim}, {flops_per_token(config) / 1e6:,.0f} MFLOP per trained token"
     )
-    say(f"[tamis] {workers.world_size} × {device_name(workers.device)}, {config.runtime.precision} compute")
+    say(f"{ranks.world_size} × {device_name(ranks.device)}, {config.runtime.precision} compute")
     say(
-        f"[tamis] {train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
+        f"{train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
     )
-    say(f"[tamis] {describe(workers.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k)}")
-    for line in apply_settings(config, workers.device):
-        say(f"[tamis] {line}")
+    say(describe(ranks.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k))
+    for line in apply_settings(config, ranks.device):
+        say(line)
 
 
-def _prepare_directory(session: Session, started: float) -> None:
-    run = session.run
+def _prepare_directory(trainer: Trainer, started: float) -> None:
+    run = trainer.run
     if not is_supervised() and (stale := HaltFile(run.halt).discard_stale(started)):
-        session.progress.say(f"[tamis] {stale}")
+        trainer.console.say(stale)
     remove_leftovers(run)
     run.anomaly.unlink(missing_ok=True)
-    write_text_atomic(run.config_yaml, session.config.to_yaml())
+    write_text_atomic(run.config_yaml, trainer.config.to_yaml())
     write_json_atomic(run.env_json, describe_environment(read_gpus()))
 
 
 def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
-    """An explicit file is used or refused; `auto` takes the newest valid one, if there is any."""
+    """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one."""
     if resume != "auto":
         return resume or None
     step = latest_valid_checkpoint(run)
     return str(run.checkpoint(step)) if step is not None else None
 
 
-def _failed(session: Session, code: ExitCode, message: str, lasting: bool = False) -> int:
-    """Every rank says why it ends; the main one also names the checkpoint to go on from."""
-    session.telemetry.beat("failed", session.step, exit_code=int(code), lasting=lasting or None, detail=message)
-    session.progress.say(f"[tamis] {_last_good(session.run)}")
-    who = f" on rank {session.workers.rank}" if session.workers.world_size > 1 else ""
-    print(f"error{who}: {message}", file=sys.stderr, flush=True)
+def _failed(trainer: Trainer, code: ExitCode, message: str, lasting: bool = False) -> int:
+    """Record and print why this rank ends; rank 0 also names the checkpoint to resume from."""
+    trainer.telemetry.beat("failed", trainer.step, exit_code=int(code), lasting=lasting or None, detail=message)
+    trainer.console.say(_last_good(trainer.run))
+    trainer.console.error(message)
     return code
 
 
@@ -205,22 +202,22 @@ def _last_good(run: RunDirectory) -> str:
     return f"Last good checkpoint: {run.checkpoint(step)}" if step is not None else "There is no checkpoint yet."
 
 
-def _metrics(session: Session, code: int, started: float) -> dict[str, Any]:
-    config = session.config
+def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
+    config = trainer.config
     return {
         "model": config.model.name,
         "attention": config.model.attention,
         "parameters": parameter_count(config),
         "config_hash": config.hash,
-        "data": session.loader.description,
-        "is_synthetic": session.loader.is_synthetic,
-        "device": device_name(session.workers.device),
-        "world_size": session.workers.world_size,
+        "data": trainer.loader.description,
+        "is_synthetic": trainer.loader.is_synthetic,
+        "device": device_name(trainer.ranks.device),
+        "world_size": trainer.ranks.world_size,
         "exit_code": int(code),
-        "steps_done": session.step,
-        "tokens_seen": session.step * config.tokens_per_step(session.workers.world_size),
+        "steps_done": trainer.step,
+        "tokens_seen": trainer.step * config.tokens_per_step(trainer.ranks.world_size),
         "seconds": round(time.time() - started, 1),
-        **session.telemetry.final,
+        **trainer.telemetry.final,
     }
 
 

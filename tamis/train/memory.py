@@ -1,4 +1,4 @@
-"""Memory on record: snapshots around a step (`runtime.mem_dump_every`), and what to change when it runs out."""
+"""Memory dumps around a step (`runtime.mem_dump_every`), and advice when a GPU runs out of memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import write_json_atomic, write_text_atomic
-from tamis.train.distributed import Workers
+from tamis.train.distributed import Ranks
 
 GIB = 1 << 30
 
 
 class MemoryDumps:
-    """Writes mem_pre_step{N} and mem_post_step{N}, one pair per rank, every so many steps; 0: never."""
+    """Writes mem_pre_step{N} and mem_post_step{N} on each rank, every `every` steps; 0: never."""
 
-    def __init__(self, every: int, run: RunDirectory, workers: Workers) -> None:
-        self.every, self.run, self.workers = every, run, workers
+    def __init__(self, every: int, run: RunDirectory, ranks: Ranks) -> None:
+        self.every, self.run, self.ranks = every, run, ranks
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -33,8 +33,8 @@ class MemoryDumps:
             self.write("post", step)
 
     def write(self, moment: str, step: int) -> None:
-        """The figures as JSON; on a GPU also PyTorch's own table of its allocator."""
-        rank, device = self.workers.rank, self.workers.device
+        """Write the figures as JSON; on a GPU also the table of PyTorch's allocator."""
+        rank, device = self.ranks.rank, self.ranks.device
         write_json_atomic(self.run.memory_dump(moment, step, f"rank{rank}.json"), memory_figures(device))
         if device.type == "cuda":
             table = torch.cuda.memory_summary(device)
@@ -42,13 +42,13 @@ class MemoryDumps:
 
 
 def memory_figures(device: torch.device) -> dict[str, Any]:
-    """Peak of the process in host memory, and all that the GPU allocator counts, in bytes."""
+    """Return the peak host memory of the process and the GPU allocator's statistics, in bytes."""
     figures: dict[str, Any] = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     return figures | (torch.cuda.memory_stats(device) if device.type == "cuda" else {})
 
 
 def out_of_memory_advice(config: Config, device: torch.device) -> str:
-    """Which keys to change so that the step fits and its number of tokens stays what it was."""
+    """Return the keys to change so that a step fits with the same number of tokens."""
     train, runtime = config.train, config.runtime
     advice = []
     if train.batch_size > 1:

@@ -1,45 +1,103 @@
-"""The numbers of one step as one vector: averaged over the ranks and judged on the device, read by the host later."""
+"""The metrics of one step: one vector, averaged over the ranks on the device and read by the host without a sync.
+
+Also timestamps on the device, since the time between two of them is read as late as the metrics.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+Note = TypeVar("Note")
+Timestamp = float | torch.cuda.Event
+
 
 @dataclass(frozen=True)
-class StepNumbers:
-    """Of one optimizer step, over all ranks."""
+class StepMetrics:
+    """Metrics of one optimizer step over all ranks."""
 
     loss: float  # mean, nats per token
-    lacks_data: bool  # a rank had none, so that no rank updated its weights
-    flags: list[bool]  # those given to the step, each true if it was on any rank
+    lacks_data: bool  # a rank had no batch, so no rank updated its weights
+    flags: list[bool]  # the flags given to the step, each true if it was true on any rank
     gates: list[list[float]] | None  # mean per layer, see model.nsa.GATE_STATISTICS; None for the dense twin
     grad_norm: float  # of the averaged gradient, before clipping
     weights_differ: bool
 
 
-def own_part(loss: Tensor, lacks_data: bool, flags: Sequence[bool], gates: Tensor | None) -> Tensor:
-    """What one rank contributes, to be averaged over the ranks."""
+def pack_own(loss: Tensor, lacks_data: bool, flags: Sequence[bool], gates: Tensor | None) -> Tensor:
+    """Return the part of the vector that one rank contributes to the average."""
     known = torch.tensor([float(lacks_data), *map(float, flags)]).to(loss.device, non_blocking=True)
     measured = [] if gates is None else [gates.flatten().float()]
     return torch.cat([loss.reshape(1).float(), known, *measured])
 
 
 def forbids_update(averaged: Tensor) -> Tensor:
-    """True on the device when a rank's loss is not finite or a rank had no data."""
+    """Return a boolean on the device: a rank's loss is not finite, or a rank had no data."""
     return ~averaged[0].isfinite() | (averaged[1] > 0)
 
 
-def whole(averaged: Tensor, grad_norm: Tensor, weights_differ: Tensor) -> Tensor:
+def pack_step(averaged: Tensor, grad_norm: Tensor, weights_differ: Tensor) -> Tensor:
+    """Return the whole vector: the averaged part, then what is the same on every rank."""
     return torch.cat([averaged, grad_norm.reshape(1).float(), weights_differ.reshape(1)])
 
 
-def read(values: list[float], flags: int, layers: int) -> StepNumbers:
+def unpack_step(values: list[float], flags: int, layers: int) -> StepMetrics:
     loss, lacks_data, *rest, grad_norm, differ = values
     gates = rest[flags:]
     width = len(gates) // layers
     per_layer = [gates[i * width : (i + 1) * width] for i in range(layers)] if width else None
-    return StepNumbers(loss, lacks_data > 0, [f > 0 for f in rest[:flags]], per_layer, grad_norm, differ > 0)
+    return StepMetrics(loss, lacks_data > 0, [f > 0 for f in rest[:flags]], per_layer, grad_norm, differ > 0)
+
+
+class AsyncReadback(Generic[Note]):
+    """Copy vectors to the host in order, each with a note of the host. Neither side waits for the other.
+
+    On a GPU the copy is asynchronous and read one step later; on a CPU it is ready at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self.lag = 1 if self.is_cuda else 0  # steps the host may run ahead of the device
+        self._pending: deque[tuple[Note, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, note: Note, vector: Tensor) -> None:
+        event = None
+        if self.is_cuda:
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            vector = host
+        self._pending.append((note, vector, event))
+
+    def pop(self, keep: int) -> list[tuple[Note, list[float]]]:
+        """Return everything but the newest `keep` entries; waits for the device where it must."""
+        finished = []
+        while len(self._pending) > keep:
+            note, vector, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            finished.append((note, vector.tolist()))
+        return finished
+
+
+def timestamp(device: torch.device) -> Timestamp:
+    """Record a CUDA event, or on a CPU read perf_counter: elapsed time without a host sync."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Timestamp, end: Timestamp) -> float:
+    """Return the elapsed time. On a GPU, call it only after the device has passed both."""
+    if isinstance(begin, torch.cuda.Event):
+        return float(begin.elapsed_time(end)) / 1e3  # type: ignore[arg-type]
+    return end - begin  # type: ignore[operator]

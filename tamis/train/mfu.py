@@ -1,7 +1,4 @@
-"""Model FLOPs utilisation: what the model needs over what the GPU could do.
-
-A GPU that is not in the table gets no figure, never a wrong one.
-"""
+"""Model FLOPs utilisation: FLOPs the model needs over the GPU's peak. None for a GPU that is not in the table."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def peak_tflops(gpu_name: str) -> float | None:
 
 
 class Utilisation:
-    """Share of one GPU's peak that training at a given rate means; None where the peak is not known."""
+    """Convert a training rate to a share of one GPU's peak; None where the peak is not known."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         known = device.type == "cuda" and config.runtime.precision in ("bf16", "fp16")

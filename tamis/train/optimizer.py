@@ -12,7 +12,7 @@ from tamis.config import Config, Train
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Of optimizer step `step`, counted from 1: linear warm-up to `lr`, then a cosine down to `lr·lr_min_ratio`."""
+    """Return the rate of optimizer step `step`, from 1: linear warm-up to `lr`, then a cosine to `lr·lr_min_ratio`."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
@@ -30,8 +30,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps, fused=True)
 
 
-class Stepper:
-    """Clips, guards and steps. A non-finite gradient leaves weights and optimizer state exactly as they were."""
+class OptimizerStep:
+    """Unscale, clip and apply gradients. A non-finite gradient leaves weights and optimizer state unchanged."""
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
         self.config = config
@@ -39,7 +39,7 @@ class Stepper:
         self.parameters = list(self.named.values())
         self.optimizer = build_optimizer(model, config)
         self.scaler = loss_scaler(config, device)
-        self.keep_gradients = False  # True: they stay for a CUDA graph, which writes the next ones over them
+        self.keep_gradients = False  # True: a CUDA graph overwrites them in place, so they are not freed
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
@@ -47,7 +47,7 @@ class Stepper:
     def step(self, number: int, veto: Tensor | None = None) -> Tensor:
         """Apply the gradients as optimizer step `number`; returns their norm before clipping, on the device.
 
-        A `veto` that is true on the device makes the norm NaN, and like any norm that is not finite forbids the update.
+        A `veto` that is true on the device makes the norm NaN. A norm that is not finite skips the update.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(number, self.config.train)
@@ -70,12 +70,12 @@ class Stepper:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name, so that it means the same whatever the order or the sharding of the parameters."""
+        """Return the state by parameter name, independent of the order and the sharding of the parameters."""
         optimizer = {name: dict(self.optimizer.state[p]) for name, p in self.named.items() if p in self.optimizer.state}
         return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def blank_moments(self) -> dict[str, dict[str, Tensor]]:
-        """An optimizer state to read a checkpoint into, divided among the processes as the parameters are."""
+        """Return an optimizer state to read a checkpoint into, sharded as the parameters are."""
         return {
             name: {
                 "step": torch.zeros((), device=p.device),
@@ -86,14 +86,14 @@ class Stepper:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Groups, learning rate and betas are not part of it: they follow from the configuration."""
+        """Load moments and loss scale; groups, learning rate and betas come from the configuration."""
         for name, moments in state["optimizer"].items():
             self.optimizer.state[self.named[name]] = dict(moments)
         self.scaler.load_state_dict(state["scaler"])
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """Under FSDP each rank has the norm of its own shards: a DTensor, whose parts are put together here."""
+    """Return the norm over all shards: under FSDP it is a DTensor with one part per rank."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

@@ -1,4 +1,4 @@
-"""What a configuration asks of PyTorch as a whole: repeatable algorithms, profiler ranges, an audit of attention."""
+"""Process-wide settings of PyTorch from the configuration: determinism, NVTX ranges, an audit of SDPA."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tamis.train.step import COMPUTE_DTYPE, attention_kernels
 
 
 def apply_settings(config: Config, device: torch.device) -> list[str]:
-    """Set them for this process; a line for each that is not silent. Before the first product on the device."""
+    """Apply the settings; returns a line to print for each. Call it before the first operation on the device."""
     lines = []
     torch.use_deterministic_algorithms(config.runtime.deterministic)
     if config.runtime.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with fixed workspaces
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed for deterministic cuBLAS
         torch.backends.cudnn.benchmark = False
         lines.append("deterministic: the same inputs give the same bits, at some cost in speed")
     if config.runtime.nvtx:
         listen("nvtx")
         lines.append("NVTX ranges: fetch, forward, the attention branches, backward, optimizer")
         if device.type != "cuda":
-            lines[-1] = "NVTX ranges were asked for, but there is no GPU that a profiler could show them on"
+            lines[-1] = "NVTX ranges are on, but there is no GPU for a profiler to show them on"
     if config.runtime.sdpa_audit:
         lines += sdpa_audit(config, device)
     return lines
 
 
 def sdpa_audit(config: Config, device: torch.device) -> list[str]:
-    """Which of PyTorch's attention kernels may compute the dense twin on this device, and which of them can."""
+    """Describe which PyTorch attention kernels are allowed for the dense twin, and which support its shape here."""
     lines = []
     if config.model.attention == "nsa":
         lines.append("SDPA audit: NSA layers use none of PyTorch's attention kernels; the dense twin would choose so:")
@@ -51,7 +51,7 @@ def sdpa_audit(config: Config, device: torch.device) -> list[str]:
 
 
 def _able(config: Config, device: torch.device) -> dict[str, bool]:
-    """By PyTorch's own test of the shape the twin would use; the CPU has no choice to test."""
+    """Ask PyTorch which kernels support the dense twin's shape; empty on a CPU, where there is no choice."""
     if device.type != "cuda":
         return {}
     model, dtype = config.model, COMPUTE_DTYPE[config.runtime.precision]

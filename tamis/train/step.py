@@ -1,9 +1,12 @@
-"""One training step: micro-batches forward and backward, then the optimizer. Nothing here waits for the device."""
+"""One training step: micro-batches forward and backward, then the optimizer. Nothing here waits for the device.
+
+On one GPU, forward and backward of a micro-batch are a CUDA graph: a small batch is bound by launches, not arithmetic.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +17,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tamis.attention.ranges import marked
 from tamis.config import Config
 from tamis.model import Decoder
-from tamis.train import metrics as step_numbers
-from tamis.train.agreement import weights_differ
-from tamis.train.clock import Mark, mark, seconds_between
-from tamis.train.distributed import Workers, distribute, is_sharded, synchronised_only_if
-from tamis.train.graph import GraphedMicroBatch
-from tamis.train.optimizer import Stepper
+from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
+from tamis.train.guards import weights_differ
+from tamis.train.metrics import Timestamp, forbids_update, pack_own, pack_step, seconds_between, timestamp
+from tamis.train.optimizer import OptimizerStep
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GRAPH_WARM_UP = 3  # runs before a capture: compilation and the allocator must have settled
+
+Outputs = tuple[Tensor, Tensor | None]  # detached loss and gate statistics of a micro-batch
+ForwardBackward = Callable[[Tensor], Outputs]
 
 
 class Loss(nn.Module):
-    """The decoder as the function that is trained: tokens to loss, so that wrappers see one forward."""
+    """The decoder from tokens to loss, as one forward that DDP and FSDP can wrap."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -36,18 +41,20 @@ class Loss(nn.Module):
 
 
 class TrainStep:
-    def __init__(self, decoder: Decoder, config: Config, workers: Workers) -> None:
-        self.decoder, self.config, self.workers, self.device = decoder, config, workers, workers.device
-        on_gpu = workers.device.type == "cuda"
+    """Forward, backward and update of the model on this rank; call it once per optimizer step."""
+
+    def __init__(self, decoder: Decoder, config: Config, ranks: Ranks) -> None:
+        self.decoder, self.config, self.ranks, self.device = decoder, config, ranks, ranks.device
+        on_gpu = ranks.device.type == "cuda"
         if config.runtime.compile and on_gpu and not config.runtime.ddp_safe_mode:
             decoder.compile_blocks()
-        self.model = distribute(Loss(decoder), config, workers)
-        self.stepper = Stepper(decoder, config, workers.device)  # after FSDP has replaced the parameters
-        self._forwards: list[tuple[Mark, Mark]] = []  # of the step under way, one per micro-batch
+        self.model = distribute(Loss(decoder), config, ranks)
+        self.optimizer = OptimizerStep(decoder, config, ranks.device)  # after FSDP has replaced the parameters
+        self._forwards: list[tuple[Timestamp, Timestamp]] = []  # of the current step, one per micro-batch
         self._graph: GraphedMicroBatch | None = None
-        # A replayed graph does not come by the ranges that a profiler was promised.
-        if config.runtime.cuda_graph and on_gpu and workers.world_size == 1 and not config.runtime.nvtx:
-            self.stepper.keep_gradients = True
+        # Graph replay emits no NVTX ranges, so graphs are off when NVTX is on.
+        if config.runtime.cuda_graph and on_gpu and ranks.world_size == 1 and not config.runtime.nvtx:
+            self.optimizer.keep_gradients = True
             self._graph = GraphedMicroBatch(self._forward_backward, decoder.parameters())
 
     def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -55,9 +62,9 @@ class TrainStep:
             return self.model(tokens_BS1)  # type: ignore[no-any-return]
 
     def __call__(self, tokens_ABS1: np.ndarray | None, number: int, flags: Sequence[bool] = ()) -> Tensor:
-        """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`; returns its `step_numbers`.
+        """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`; returns its packed metrics.
 
-        A rank without data (None) takes part all the same, so that nobody waits for it; then no rank updates.
+        A rank without data (None) still takes part, so that the others do not wait for it; then no rank updates.
         """
         micro_batches = self._to_device(self._no_tokens() if tokens_ABS1 is None else tokens_ABS1)
         losses, gates = [], []
@@ -67,34 +74,46 @@ class TrainStep:
                 loss, of_gates = self._forward_backward(tokens) if graph is None else graph(tokens, index == 0)
             losses.append(loss)
             gates += [] if of_gates is None else [of_gates]
-        own = step_numbers.own_part(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)
-        averaged = self.workers.mean_(own)
+        own = pack_own(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)
+        averaged = self.ranks.mean_(own)
         with marked("optimizer"):
-            norm = self.stepper.step(number, veto=step_numbers.forbids_update(averaged))
-        return step_numbers.whole(averaged, norm, self._weights_differ(number))
+            norm = self.optimizer.step(number, veto=forbids_update(averaged))
+        return pack_step(averaged, norm, self._weights_differ(number))
+
+    @torch.no_grad()
+    def validation_loss(self, batches: list[np.ndarray]) -> float | None:
+        """Return the mean over all batches of all ranks, in nats per token; None when nothing is held out."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            loss, _ = self.loss(torch.from_numpy(batch).to(self.device, torch.long))
+            sums += torch.tensor([float(loss), 1.0], dtype=torch.float64)
+        self.model.train()
+        total, count = (sum(column) for column in zip(*self.ranks.gather(sums.tolist()), strict=True))
+        return total / count if count else None
 
     def forward_seconds(self) -> Callable[[], float | None]:
-        """How long the forward passes of the last step took, to be asked once the step has finished."""
+        """Return a function that gives the time of the last step's forward passes, once that step has finished."""
         spans, self._forwards = self._forwards, []
         return lambda: sum(seconds_between(*span) for span in spans) if spans else None
 
     def _weights_differ(self, number: int) -> Tensor:
         every = self.config.runtime.weight_check_every
-        is_due = every > 0 and number % every == 0 and not is_sharded(self.config, self.workers)  # shards are no copies
-        return weights_differ(self.decoder, self.workers) if is_due else torch.zeros((), device=self.device)
+        is_due = every > 0 and number % every == 0 and not is_sharded(self.config, self.ranks)  # shards are no copies
+        return weights_differ(self.decoder, self.ranks) if is_due else torch.zeros((), device=self.device)
 
     def _no_tokens(self) -> np.ndarray:
         train = self.config.train
         return np.zeros((train.accumulate_grad_batches, train.batch_size, train.seq_len + 1), np.int32)
 
-    def _forward_backward(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        began = None if self._graph else mark(self.device)  # a graph's inside cannot be timed
+    def _forward_backward(self, tokens_BS1: Tensor) -> Outputs:
+        began = None if self._graph else timestamp(self.device)  # a replayed graph cannot be timed inside
         with marked("forward"):
             loss, gates = self.loss(tokens_BS1)
         if began is not None:
-            self._forwards.append((began, mark(self.device)))
+            self._forwards.append((began, timestamp(self.device)))
         with marked("backward"):
-            self.stepper.backward(loss / self.config.train.accumulate_grad_batches)
+            self.optimizer.backward(loss / self.config.train.accumulate_grad_batches)
         return loss.detach(), gates
 
     def _to_device(self, tokens_ABS1: np.ndarray) -> Tensor:
@@ -104,13 +123,53 @@ class TrainStep:
         return tokens.to(self.device, non_blocking=True).long()
 
 
+class GraphedMicroBatch:
+    """Capture `work` as a CUDA graph on first use and replay it afterwards; the tokens must keep their shape.
+
+    Gradients live in fixed buffers. A step's first micro-batch writes them and the others add to them: two graphs,
+    since a graph always does the same. Nothing is zeroed, and a step of one micro-batch never adds.
+    """
+
+    def __init__(self, work: ForwardBackward, parameters: Iterable[nn.Parameter]) -> None:
+        self._work, self._parameters = work, list(parameters)
+        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+
+    def __call__(self, tokens_BS1: Tensor, is_first: bool) -> Outputs:
+        """Replay. `is_first` of its step: gradients are written, not added to. The very first call must set it."""
+        if not self._captured:
+            self._warm_up(tokens_BS1)
+        if is_first not in self._captured:
+            self._captured[is_first] = self._capture()
+        graph, (loss, gates) = self._captured[is_first]
+        self._tokens.copy_(tokens_BS1)
+        graph.replay()
+        return loss.clone(), None if gates is None else gates.clone()  # the next replay overwrites them
+
+    def _warm_up(self, tokens_BS1: Tensor) -> None:
+        self._tokens = tokens_BS1.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(GRAPH_WARM_UP):
+                self._work(self._tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        for parameter in self._parameters:
+            parameter.grad = None  # without a gradient to add to, the capture that follows makes the buffers
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        graph = torch.cuda.CUDAGraph()
+        shared = next((other.pool() for other, _ in self._captured.values()), None)  # they never run at once
+        with torch.cuda.graph(graph, pool=shared):
+            return graph, self._work(self._tokens)
+
+
 def _mean(of_micro_batches: list[Tensor]) -> Tensor:
-    """Over a step's micro-batches; they are of one size, so a mean of their means is the mean of all tokens."""
+    """Average over micro-batches. They have one size, so the mean of their means is the mean of all tokens."""
     return torch.stack(of_micro_batches).mean(dim=0)
 
 
 def attention_kernels(config: Config) -> contextlib.AbstractContextManager[Any]:
-    """Which of PyTorch's attention kernels the dense twin may use, the fastest first."""
+    """Select the PyTorch attention kernels that the dense twin may use, fastest first."""
     flash = [SDPBackend.FLASH_ATTENTION]
     rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if config.runtime.sdpa == "flash_only":

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ from tamis.checkpoint.file import load_checkpoint, read_checkpoint, save_file
 from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import DamagedCheckpoint, damage, latest_valid_checkpoint
-from tamis.train import main
-from tamis.train import trainer as session
-from tamis.train.distributed import Workers
+from tamis.train import main, trainer
 from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
 
 PARALLEL = ["ddp", "fsdp"]  # one file, or a folder of shards
@@ -100,14 +99,14 @@ def test_an_explicit_damaged_or_missing_checkpoint_is_an_error_never_a_fresh_sta
 
 def on_a_full_disk(config: Config, full_from_step: int) -> int:
     """From that step on no file of this process can grow beyond what telemetry needs."""
-    save = session.save_checkpoint
+    save = trainer.save_checkpoint
 
-    def save_with_little_room(run: RunDirectory, state: dict, config: Config, workers: Workers) -> Path:
+    def save_with_little_room(run: RunDirectory, state: dict, *rest: Any) -> Path:
         room = SMALLER_THAN_A_CHECKPOINT if state["step"] >= full_from_step else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-        return save(run, state, config, workers)
+        return save(run, state, *rest)
 
-    session.save_checkpoint = save_with_little_room  # type: ignore[assignment]
+    trainer.save_checkpoint = save_with_little_room  # type: ignore[assignment]
     return main.train_config(config)
 
 

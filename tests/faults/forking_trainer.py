@@ -209,7 +209,7 @@ def reap() -> None:
 
 def slow_down(part: str = "", step: int = 0, seconds: float = 0.0) -> None:
     """Let one part of the trainer stand still once it is reached."""
-    from tamis.train import trainer as session
+    from tamis.train import trainer
     from tamis.train.step import TrainStep
 
     def standing_still(function: Callable[..., Any], at: Callable[[Any], int]) -> Callable[..., Any]:
@@ -227,23 +227,23 @@ def slow_down(part: str = "", step: int = 0, seconds: float = 0.0) -> None:
         return calls["count"]
 
     if part == "data":
-        open_loader = session.open_loader
+        open_loader = trainer.open_loader
 
         def open_slow_loader(*arguments: Any, **options: Any) -> Any:
             loader = open_loader(*arguments, **options)
             type(loader).next = standing_still(type(loader).next, counted)
             return loader
 
-        session.open_loader = open_slow_loader
+        trainer.open_loader = open_slow_loader
     elif part == "compute":
         TrainStep.__call__ = standing_still(TrainStep.__call__, counted)  # type: ignore[method-assign]
     elif part == "evaluation":
-        session.Session.evaluate = standing_still(  # type: ignore[method-assign]
-            session.Session.evaluate, lambda running: running.telemetry.beat("eval", running.step) or running.step
+        trainer.Trainer.evaluate = standing_still(  # type: ignore[method-assign]
+            trainer.Trainer.evaluate, lambda running: running.telemetry.beat("eval", running.step) or running.step
         )
     elif part == "save":
-        save_checkpoint = session.save_checkpoint
-        session.save_checkpoint = lambda *arguments: (time.sleep(seconds), save_checkpoint(*arguments))[1]
+        save_checkpoint = trainer.save_checkpoint
+        trainer.save_checkpoint = lambda *arguments: (time.sleep(seconds), save_checkpoint(*arguments))[1]
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ WAIT_S = 200.0  # far more than anything here takes: a hang must fail the test, 
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["tamis.train.main", "tamis.train.fsdp", "tamis.checkpoint.sharded", "torch._dynamo", "torch._inductor"]
+    ["tamis.train.main", "torch.distributed.fsdp", "tamis.checkpoint.sharded", "torch._dynamo", "torch._inductor"]
 )
 
 
@@ -58,7 +58,7 @@ def train_rank(config: Config, resume: str | None = None) -> int:
     return train_config(config, resume)
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one run while they live."""
 
     def __init__(self, processes: list[Any], logs: list[Path]) -> None:
@@ -84,7 +84,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *arguments: Any) -> Iterator[Ranks]:
+def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *arguments: Any) -> Iterator[RankProcesses]:
     """Start `body(*arguments)` in as many processes; whatever still lives at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     # We keep the meeting place, as torchrun does: a port that is only looked up can be gone when a rank wants it.
@@ -99,7 +99,7 @@ def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *argum
         for process in processes:
             process.start()
     try:
-        yield Ranks(processes, logs)
+        yield RankProcesses(processes, logs)
     finally:
         for process in processes:
             process.kill()

@@ -3,13 +3,13 @@
 import pytest
 
 from tamis.run.files.live import LIVE_VARIABLE, REWRITE
-from tamis.train.console import Pace, Progress, ZScore, duration
+from tamis.train.console import Console, Pace, ZScore, duration
 
 
 def test_in_a_log_only_logged_steps_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress()
-    progress.step("step 1", is_logged=True)
-    progress.step("step 2", is_logged=False)
+    console = Console()
+    console.step("step 1", is_logged=True)
+    console.step("step 2", is_logged=False)
     assert capsys.readouterr().out == "step 1\n"
 
 
@@ -17,23 +17,23 @@ def test_on_a_terminal_other_steps_rewrite_one_line_and_a_message_does_not_land_
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LIVE_VARIABLE, "1")
-    progress = Progress()
-    progress.step("step 1", is_logged=False)
-    progress.step("step 2", is_logged=False)
-    progress.say("saved")
-    assert capsys.readouterr().out == f"{REWRITE}step 1{REWRITE}step 2\nsaved\n"
+    console = Console()
+    console.step("step 1", is_logged=False)
+    console.step("step 2", is_logged=False)
+    console.say("saved")
+    assert capsys.readouterr().out == f"{REWRITE}step 1{REWRITE}step 2\n[tamis] saved\n"
 
 
 def test_other_ranks_stay_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(speaks=False)
-    progress.step("step 1", is_logged=True)
-    with progress.stage("building"):
-        progress.say("anything")
+    console = Console(rank=1)
+    console.step("step 1", is_logged=True)
+    with console.stage("building"):
+        console.say("anything")
     assert capsys.readouterr().out == ""
 
 
 def test_a_stage_is_announced_before_it_runs_and_timed_after(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress().stage("opening the data"):
+    with Console().stage("opening the data"):
         assert capsys.readouterr().out == "[tamis] opening the data …\n"
     assert capsys.readouterr().out.startswith("[tamis] opening the data: ")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tamis.config import Config
 from tamis.data import open_loader
 from tamis.model import Decoder
-from tamis.train.agreement import most_common, weight_sums
-from tamis.train.distributed import Workers, join, model_config
+from tamis.train.distributed import Ranks, join, model_config
+from tamis.train.guards import most_common, weight_sums
 from tamis.train.step import TrainStep
 from tests.train.processes import run_ranks, tiny_config
 
@@ -41,27 +41,27 @@ def settings_for(out: Path, world_size: int, *overrides: str, accumulate: int = 
 def record(configs: dict[str, Config], out: str) -> None:
     """In each rank: for each configuration, two steps; what the first one's gradient was, and the numbers of both."""
     first = next(iter(configs.values()))
-    with join(first) as workers:
+    with join(first) as ranks:
         for name, config in configs.items():
-            found = two_steps(config, workers)
-            if workers.is_main:
+            found = two_steps(config, ranks)
+            if ranks.is_main:
                 save_file(found, f"{out}/{name}.safetensors")
 
 
-def two_steps(config: Config, workers: Workers) -> dict[str, Tensor]:
-    loader = open_loader(config, rank=workers.rank, world_size=workers.world_size)
+def two_steps(config: Config, ranks: Ranks) -> dict[str, Tensor]:
+    loader = open_loader(config, rank=ranks.rank, world_size=ranks.world_size)
     torch.manual_seed(config.train.seed)
-    step = TrainStep(Decoder(model_config(config, workers)), config, workers)
+    step = TrainStep(Decoder(model_config(config, ranks)), config, ranks)
     found: dict[str, Tensor] = {}
-    apply = step.stepper.step
+    apply = step.optimizer.step
 
     def spy(number: int, veto: Tensor | None = None) -> Tensor:
-        for name, p in step.stepper.named.items():
+        for name, p in step.optimizer.named.items():
             gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             found.setdefault(f"gradient.{name}", gradient.clone())
         return apply(number, veto)
 
-    step.stepper.step = spy  # type: ignore[method-assign]
+    step.optimizer.step = spy  # type: ignore[method-assign]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         numbers = [step(loader.next().tokens, number) for number in (1, 2)]
     loader.close()
@@ -73,12 +73,12 @@ def two_steps(config: Config, workers: Workers) -> dict[str, Tensor]:
 
 def gather_odd_facts(out: str) -> None:
     config = tiny_config(Path(out))
-    with join(config) as workers:
-        value = {"rank": workers.rank, "text": "é" * workers.rank * 1000, "nothing": None, "pi": 3.141592653589793}
-        assert [v["rank"] for v in workers.gather(value)] == list(range(workers.world_size))
-        assert [len(v["text"]) for v in workers.gather(value)] == [r * 1000 for r in range(workers.world_size)]
-        assert workers.gather(None) == [None] * workers.world_size
-        assert workers.gather(value)[workers.rank] == value
+    with join(config) as ranks:
+        value = {"rank": ranks.rank, "text": "é" * ranks.rank * 1000, "nothing": None, "pi": 3.141592653589793}
+        assert [v["rank"] for v in ranks.gather(value)] == list(range(ranks.world_size))
+        assert [len(v["text"]) for v in ranks.gather(value)] == [r * 1000 for r in range(ranks.world_size)]
+        assert ranks.gather(None) == [None] * ranks.world_size
+        assert ranks.gather(value)[ranks.rank] == value
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -131,7 +131,7 @@ def test_gradient_checkpointing_stays_off_under_several_processes_unless_unset(
 ) -> None:
     overrides = [f"runtime.gradient_checkpointing={asked}", f"runtime.ddp_disable_gc={disable}"]
     config = tiny_config(tmp_path, *(override.lower() for override in overrides))
-    built = model_config(config, Workers(0, world_size, torch.device("cpu")))
+    built = model_config(config, Ranks(0, world_size, torch.device("cpu")))
     assert built.runtime.gradient_checkpointing == (asked and (world_size == 1 or not disable))
     assert built.train == config.train
 

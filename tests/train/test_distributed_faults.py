@@ -21,10 +21,9 @@ from tamis.data.loader import Batch, Loader
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.train import agreement, main
-from tamis.train import trainer as session
+from tamis.train import guards, main, trainer
 from tamis.train.step import TrainStep
-from tests.train.processes import Ranks, ranks, run_ranks, tiny_config, train_rank, wait_until
+from tests.train.processes import RankProcesses, ranks, run_ranks, tiny_config, train_rank, wait_until
 
 ODD = 1  # the rank that misbehaves
 
@@ -41,7 +40,7 @@ def last_beats(config: Config) -> list[Any]:
     return [read_heartbeats(RunDirectory(config.train.out_dir).heartbeat(rank), tail=1)[-1] for rank in (0, 1)]
 
 
-def expect(tmp_path: Path, codes: list[int], body: Callable[..., int], *arguments: Any) -> Ranks:
+def expect(tmp_path: Path, codes: list[int], body: Callable[..., int], *arguments: Any) -> RankProcesses:
     with ranks(tmp_path / "ranks", 2, body, *arguments) as running:
         assert running.wait() == codes, running.output()
         return running
@@ -52,7 +51,7 @@ def expect(tmp_path: Path, codes: list[int], body: Callable[..., int], *argument
 
 def with_other_code(config: Config) -> int:
     if is_odd():
-        agreement.code_hash = lambda: "0123456789ab"  # type: ignore[assignment]
+        guards.code_hash = lambda: "0123456789ab"  # type: ignore[assignment]
     return main.train_config(config)
 
 
@@ -65,7 +64,7 @@ def without_data_at_start(config: Config) -> int:
         raise DataError("this machine does not see the files")
 
     if is_odd():
-        session.open_loader = fail  # type: ignore[assignment]
+        trainer.open_loader = fail  # type: ignore[assignment]
     return main.train_config(config)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tamis.config import Config, load_config
 from tamis.model import Decoder
-from tamis.train.distributed import Workers
+from tamis.train.distributed import Ranks
 from tamis.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -21,7 +21,7 @@ def config(*overrides: str) -> Config:
 def train_step(of: Config) -> TrainStep:
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
-    return TrainStep(Decoder(of).to(device), of, Workers(0, 1, device))
+    return TrainStep(Decoder(of).to(device), of, Ranks(0, 1, device))
 
 
 def batch(of: Config, seed: int) -> np.ndarray:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tamis.config import Config, Train
 from tamis.model import Decoder
-from tamis.train import metrics as step_numbers
-from tamis.train.distributed import Workers
+from tamis.train.distributed import Ranks
+from tamis.train.metrics import StepMetrics, unpack_step
 from tamis.train.optimizer import build_optimizer, learning_rate, loss_scaler
 from tamis.train.step import TrainStep
 from tests.train.processes import tiny_config
@@ -55,7 +55,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.train.seed)
         self.config = config
-        self.step = TrainStep(Decoder(config), config, Workers(0, 1, CPU))
+        self.step = TrainStep(Decoder(config), config, Ranks(0, 1, CPU))
         self.gradients: dict[str, Tensor] = {}
         self._batches = self._random_batches()
 
@@ -64,17 +64,17 @@ class Trainer:
         while True:
             yield draw.integers(0, 257, (4, self.config.train.seq_len + 1), dtype=np.int32)
 
-    def __call__(self, number: int) -> step_numbers.StepNumbers:
+    def __call__(self, number: int) -> StepMetrics:
         """One step on four sequences, however the configuration divides them into micro-batches."""
         train = self.config.train
         tokens = next(self._batches).reshape(train.accumulate_grad_batches, train.batch_size, -1)
-        return step_numbers.read(self.step(tokens, number).tolist(), flags=0, layers=2)
+        return unpack_step(self.step(tokens, number).tolist(), flags=0, layers=2)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.step.decoder.named_parameters()}
 
     def moments(self) -> dict[str, Tensor]:
-        state = self.step.stepper.state_dict()["optimizer"]
+        state = self.step.optimizer.state_dict()["optimizer"]
         return {f"{name}.{key}": tensor.clone() for name, of in state.items() for key, tensor in of.items()}
 
 
@@ -113,22 +113,22 @@ def test_gate_statistics_are_those_of_all_micro_batches(tmp_path: Path) -> None:
 
 def test_gradient_norm_is_that_before_clipping_and_clipping_keeps_to_its_limit(tmp_path: Path) -> None:
     trainer = Trainer(tiny(tmp_path, "train.grad_clip=0.01"))
-    stepper, seen = trainer.step.stepper, {}
-    original = stepper.optimizer.step
+    optimizer_step, seen = trainer.step.optimizer, {}
+    original = optimizer_step.optimizer.step
 
     def spy() -> None:
-        gradients = [p.grad for p in stepper.parameters if p.grad is not None]
+        gradients = [p.grad for p in optimizer_step.parameters if p.grad is not None]
         seen["applied"] = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])))
         original()
 
-    stepper.optimizer.step = spy  # type: ignore[method-assign, assignment]
+    optimizer_step.optimizer.step = spy  # type: ignore[method-assign, assignment]
     torch.manual_seed(0)
     norm = trainer(1).grad_norm
     twin = Trainer(tiny(tmp_path))
     tokens = torch.from_numpy(next(twin._batches)).long()
     twin.step.loss(tokens)[0].backward()
     true = torch.linalg.vector_norm(
-        torch.cat([p.grad.flatten() for p in twin.step.stepper.parameters if p.grad is not None])
+        torch.cat([p.grad.flatten() for p in twin.step.optimizer.parameters if p.grad is not None])
     )
     assert norm == pytest.approx(float(true), rel=1e-5)
     assert seen["applied"] == pytest.approx(0.01, rel=1e-3) and norm > 0.1
@@ -158,7 +158,7 @@ def test_what_is_not_finite_or_not_data_changes_no_weight_and_no_moment(
             numbers = trainer(2)
         assert math.isnan(numbers.loss)
     else:
-        numbers = step_numbers.read(trainer.step(None, 2).tolist(), flags=0, layers=2)
+        numbers = unpack_step(trainer.step(None, 2).tolist(), flags=0, layers=2)
         assert numbers.lacks_data
     assert not math.isfinite(numbers.grad_norm)
     assert same_bits(weights, trainer.weights()) and same_bits(moments, trainer.moments())
@@ -180,7 +180,7 @@ def test_scaler_settings_are_honoured(tmp_path: Path) -> None:
     settings = {"init_scale": 32.0, "growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}
     overrides = [f"runtime.scaler_{name}={value}" for name, value in settings.items()]
     trainer = Trainer(tiny(tmp_path, "runtime.precision=fp16", *overrides))
-    scaler = trainer.step.stepper.scaler
+    scaler = trainer.step.optimizer.scaler
     assert scaler.get_scale() == 32.0
     trainer(1)
     trainer(2)
@@ -194,7 +194,7 @@ def test_optimizer_state_is_kept_by_parameter_name(tmp_path: Path) -> None:
     trainer, other = Trainer(tiny(tmp_path)), Trainer(tiny(tmp_path, "train.seed=7"))
     trainer(1)
     other.step.decoder.load_state_dict(trainer.weights(), strict=True)
-    other.step.stepper.load_state_dict(trainer.step.stepper.state_dict())
+    other.step.optimizer.load_state_dict(trainer.step.optimizer.state_dict())
     other._batches = trainer._batches
     assert same_bits(trainer.moments(), other.moments())
     assert "blocks.0.attention.out.weight.exp_avg" in trainer.moments()

@@ -19,7 +19,7 @@ from tamis.config import Config
 from tamis.data.loader import Batch, Loader
 from tamis.run.files.directory import RunDirectory
 from tamis.train import main
-from tamis.train.trainer import Session
+from tamis.train.trainer import Trainer
 from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
 
 KILLS = 10
@@ -49,16 +49,16 @@ def rows(path: Path, measured_columns: int = 0) -> list[list[str]]:
 
 def killed_at(config: Config, step: int, delay_s: float) -> int:
     """Killed some time after that step has begun, wherever it is then; it never gets much further than that."""
-    train_once = Session.train_once
+    launch_step = Trainer.launch_step
 
-    def watched(session: Session) -> None:
-        if session.step + 1 == step:
+    def watched(trainer: Trainer) -> None:
+        if trainer.step + 1 == step:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        if session.step + 1 == step + 4:
+        if trainer.step + 1 == step + 4:
             time.sleep(600)
-        train_once(session)
+        launch_step(trainer)
 
-    Session.train_once = watched  # type: ignore[method-assign]
+    Trainer.launch_step = watched  # type: ignore[method-assign]
     return main.train_config(config, "auto")
 
 

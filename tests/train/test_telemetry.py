@@ -9,10 +9,10 @@ import torch
 from tamis.config import load_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
-from tamis.train.console import Progress
-from tamis.train.distributed import Workers
+from tamis.train.console import Console
+from tamis.train.distributed import Ranks
 from tamis.train.mfu import Utilisation, peak_tflops
-from tamis.train.telemetry import StepNote, StepReport, Telemetry
+from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
 
 CPU = torch.device("cpu")
 GATES = [[0.2, 0.3, 0.5, 1.0, 0.0], [0.1, 0.1, 0.8, 0.6, 0.25]]
@@ -21,13 +21,13 @@ GATES = [[0.2, 0.3, 0.5, 1.0, 0.0], [0.1, 0.1, 0.8, 0.6, 0.25]]
 def telemetry(folder: Path, *overrides: str) -> Telemetry:
     config = load_config(None, ["train.steps=20", "train.log_every=5", *overrides])
     run = RunDirectory(folder).create()
-    opened = Telemetry(config, run, Workers(0, 1, CPU), Progress(speaks=False))
+    opened = Telemetry(config, run, Ranks(0, 1, CPU), Console(rank=1))
     opened.resume_at(0)
     return opened
 
 
-def report(step: int) -> StepReport:
-    return StepReport(StepNote(step, 1e-4, 0.01), loss=3.0 + step, grad_norm=0.5, gates=GATES)
+def report(step: int) -> FinishedStep:
+    return FinishedStep(LaunchedStep(step, 1e-4, 0.01), loss=3.0 + step, grad_norm=0.5, gates=GATES)
 
 
 def test_one_row_per_logged_step_and_one_beat_per_step(tmp_path: Path) -> None:

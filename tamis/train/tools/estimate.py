@@ -19,7 +19,7 @@ import torch
 from tamis.config import Config, load_config
 from tamis.config.size import parameter_count
 from tamis.train.console import duration
-from tamis.train.distributed import Workers, choose_device, join
+from tamis.train.distributed import Ranks, choose_device, join
 from tamis.train.mfu import Utilisation
 from tamis.train.tools.probe import GIB, measure, random_batches
 
@@ -46,11 +46,11 @@ class Estimate:
     advice: list[str]
 
 
-def estimate(config: Config, processes: int = 1, workers: Workers | None = None) -> Estimate:
-    """By this process alone for `processes` of them, or by all `workers` together, exchange of gradients included."""
-    device = workers.device if workers else choose_device(config, 0)
-    processes = workers.world_size if workers else processes
-    measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, workers)
+def estimate(config: Config, processes: int = 1, ranks: Ranks | None = None) -> Estimate:
+    """By this process alone for `processes` of them, or by all `ranks` together, exchange of gradients included."""
+    device = ranks.device if ranks else choose_device(config, 0)
+    processes = ranks.world_size if ranks else processes
+    measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, ranks)
     rate = measured.tokens_per_s(config)
     tokens = config.tokens_per_step(processes)
     checkpoint = parameter_count(config) * STATE_BYTES / GIB
@@ -101,8 +101,8 @@ def _free_gib(path: Path) -> float:
 def report(config: Config, processes: int = 1, as_json: bool = False) -> int:
     """Measure and print; 0 unless the checkpoints would not fit on the disk."""
     if "RANK" in os.environ:
-        with join(config) as workers:
-            return _report(estimate(config, workers=workers), config, workers.world_size, as_json, workers.is_main)
+        with join(config) as ranks:
+            return _report(estimate(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
     return _report(estimate(config, processes), config, processes, as_json)
 
 

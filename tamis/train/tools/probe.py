@@ -13,8 +13,8 @@ import torch
 
 from tamis.config import Config
 from tamis.model import Decoder
-from tamis.train.clock import mark, seconds_between
-from tamis.train.distributed import Workers
+from tamis.train.distributed import Ranks
+from tamis.train.metrics import seconds_between, timestamp
 from tamis.train.step import TrainStep
 
 GIB = 1 << 30
@@ -38,10 +38,10 @@ class Measurement:
 class Probe:
     """A fresh model and its training step, built and compiled once, to be measured on one source of tokens or several.
 
-    With `workers`, as one of them: the gradients then travel as they will in the run.
+    With `ranks`, as one of them: the gradients then travel as they will in the run.
     """
 
-    def __init__(self, config: Config, device: torch.device, workers: Workers | None = None) -> None:
+    def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
         if device.type == "cuda":
             gc.collect()  # a step and its graph know each other: an earlier one's memory would count as this one's
             torch.cuda.empty_cache()
@@ -49,21 +49,21 @@ class Probe:
         began = time.perf_counter()
         torch.manual_seed(config.train.seed)
         self._device, self._steps_taken = device, 0
-        self._step = TrainStep(Decoder(config).to(device), config, workers or Workers(0, 1, device))
+        self._step = TrainStep(Decoder(config).to(device), config, ranks or Ranks(0, 1, device))
         self._take_step(next(random_batches(config)))
         _synchronise(device)
         self._first_step_s = time.perf_counter() - began
 
     def measure(self, next_tokens: NextTokens, steps: int, warmup: int) -> Measurement:
         """Train for `warmup + steps` steps more, without waiting for the device between them."""
-        marks = []
+        stamps = []
         for number in range(warmup + steps + 1):
             self._take_step(next_tokens())
             if number >= warmup:
-                marks.append(mark(self._device))
+                stamps.append(timestamp(self._device))
         _synchronise(self._device)
         peak = torch.cuda.max_memory_allocated(self._device) / GIB if self._device.type == "cuda" else None
-        seconds = [seconds_between(a, b) for a, b in itertools.pairwise(marks)]
+        seconds = [seconds_between(a, b) for a, b in itertools.pairwise(stamps)]
         return Measurement(seconds, self._first_step_s, peak)
 
     def _take_step(self, tokens_ABS1: np.ndarray) -> None:
@@ -77,10 +77,10 @@ def measure(
     next_tokens: NextTokens,
     steps: int,
     warmup: int,
-    workers: Workers | None = None,
+    ranks: Ranks | None = None,
 ) -> Measurement:
     """A fresh model, measured on one source of tokens."""
-    return Probe(config, device, workers).measure(next_tokens, steps, warmup)
+    return Probe(config, device, ranks).measure(next_tokens, steps, warmup)
 
 
 def random_batches(config: Config) -> Iterator[np.ndarray]:

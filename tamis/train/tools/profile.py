@@ -15,7 +15,7 @@ from tamis.config import Config
 from tamis.data import open_loader
 from tamis.model import Decoder
 from tamis.run.files.records import write_text_atomic
-from tamis.train.distributed import Workers, choose_device, device_name
+from tamis.train.distributed import Ranks, choose_device, device_name
 from tamis.train.step import TrainStep
 
 WARM_UP_STEPS = 3  # compiling and the allocator's first growth are not the steady state
@@ -56,7 +56,7 @@ def host_ms_per_step(rows: Iterable[Any], steps: int) -> dict[str, float]:
 
 def _profiled(config: Config, device: torch.device, steps: int) -> torch.profiler.profile:
     torch.manual_seed(config.train.seed)
-    step = TrainStep(Decoder(config).to(device), config, Workers(0, 1, device))
+    step = TrainStep(Decoder(config).to(device), config, Ranks(0, 1, device))
     loader = open_loader(config)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     try:
