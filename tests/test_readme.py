@@ -1,9 +1,11 @@
-"""What the README tells a newcomer to type works, and what it points to is there."""
+"""The commands and code of the README work, and every file, link and verb that a page names exists."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -22,7 +24,7 @@ def test_there_are_two_commands_and_the_pilots_test_runs_the_first() -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Checkout:
-    """A checkout with one test of its own; types are checked of that test alone, since checking all takes long."""
+    """A checkout with one test of its own; mypy reads that test alone, because reading the package is slow."""
     checkout = make_checkout(tmp_path / "project")
     pyproject = checkout.path / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('packages = ["tamis"]', 'files = ["tests"]'))
@@ -52,15 +54,42 @@ def test_ci_runs_the_second() -> None:
     assert COMMANDS[1] in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_link_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+def test_the_librarys_example_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(README.split("```python\n")[1].split("```")[0], names)
+    assert names["out"].shape == names["q"].shape
+    assert names["out"].isfinite().all()
+
+
+def test_the_plots_show_the_figures_of_docs_data(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "plot_benchmarks.py"
+    runpy.run_path(str(script))["draw"](tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(drawn) == 3
+    for name, svg in drawn.items():
+        assert svg == (ROOT / "docs" / "images" / name).read_text(), f"run python {script.relative_to(ROOT)}"
+
+
+def pages() -> list[Path]:
+    """Return the README, the other pages of the root, and docs/ without the notebook, whose names are historic."""
+    docs = [path for path in (ROOT / "docs").rglob("*.md") if "notes" not in path.parts]
+    return [*ROOT.glob("*.md"), *docs]
+
+
+def test_every_link_leads_to_a_file() -> None:
+    for page in [*pages(), *(ROOT / "docs" / "notes").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_verb_that_a_document_names_exists() -> None:
+def test_every_source_file_that_a_page_names_exists() -> None:
+    for page in pages():
+        for name in re.findall(r"`((?:tamis|tests|scripts|configs|docs|examples)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_every_verb_that_a_page_names_exists() -> None:
     verbs = get_command(app).commands
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for name in re.findall(r"\btamis ([a-z]+)[ `]", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
-            if f"`tamis {name}" in page.read_text():
-                assert name in verbs, f"{page.name}: tamis {name}"
+    for page in pages():
+        for name in re.findall(r"`tamis ([a-z]+)[ `]", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+            assert name in verbs, f"{page.name}: tamis {name}"
