@@ -6,8 +6,12 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
-import torch
-from hypothesis import settings
+from tamis.config.process import set_process_defaults
+
+set_process_defaults()
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any test imports one

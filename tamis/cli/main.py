@@ -20,6 +20,8 @@ from tamis.cli import train as cli_train
 from tamis.cli.common import loading_torch
 from tamis.cli.help import Verbs
 from tamis.config.legacy import Request, parse
+from tamis.config.process import set_process_defaults
+from tamis.run.files.console import discard_unwritable_output
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import RunLocked
 
@@ -67,7 +69,8 @@ def _train_as_asked(request: Request) -> int:
 
 
 def guarded(work: Callable[[], Any], debug: bool) -> int:
-    """Run, and turn an error into one message and an exit code."""
+    """Run `work`, and turn an error into one message and an exit code."""
+    set_process_defaults()  # before a verb imports torch
     try:
         return int(work() or 0)
     except KeyboardInterrupt:
@@ -80,6 +83,8 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
         if message:
             print(f"error: {message}", file=sys.stderr, flush=True)
         return code
+    finally:
+        discard_unwritable_output()
 
 
 def _explained(error: Exception) -> tuple[str, int]:

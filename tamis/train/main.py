@@ -14,6 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tamis.config.process import set_process_defaults
+
+if __name__ == "__main__":
+    set_process_defaults()  # before torch loads
+
 import torch
 
 from tamis.attention.functional import describe
