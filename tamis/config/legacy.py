@@ -7,12 +7,12 @@ attention computes.
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tamis.config import Config, ConfigError, apply_override, build_config, read_yaml
+from tamis.config.suggest import did_you_mean, nearest
 
 DEFAULT_CONFIG = "configs/train_showcase.yaml"
 
@@ -103,7 +103,9 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
     """Flags over variables over the config file that --config or CONFIG names."""
     arguments, unknown = _parser().parse_known_intermixed_args(argv)
     if unknown:
-        raise ConfigError(f"unknown flag {unknown[0]}{_nearest(unknown[0], _flag_names())}; --help lists them all")
+        raise ConfigError(
+            f"unknown flag {unknown[0]}{did_you_mean(nearest(unknown[0], _flag_names()))}; --help lists them all"
+        )
     config_path = arguments.config or environment.get("CONFIG") or DEFAULT_CONFIG
     tree = read_yaml(config_path)
     overrides, effects = variable_overrides(environment)
@@ -137,7 +139,9 @@ def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[
 def _key_and_value(name: str, text: str) -> tuple[str | None, str | None]:
     variable = VARIABLES.get(name)
     if variable is None:
-        raise ConfigError(f"unknown variable {name}{_nearest(name, VARIABLES)}; docs/variables.md lists them all")
+        raise ConfigError(
+            f"unknown variable {name}{did_you_mean(nearest(name, VARIABLES))}; docs/variables.md lists them all"
+        )
     return variable.key, variable.value(text) if text or variable.value is _compression else None
 
 
@@ -159,11 +163,6 @@ def _effect(variable: Variable, value: str | None) -> str:
     if value is None:
         return f"off, {variable.key} stays as configured"
     return f"{variable.key}={value} ({variable.does})"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,34 +1,53 @@
-"""The typed run configuration: strict YAML, dotted overrides, derived values, hash. No torch here.
+"""The run configuration as typed sections: every key with its default, range and meaning. No torch.
 
-Every key that a file may hold is a field below; anything else is an error that names the nearest known key.
+`python -m tamis.config.reference` writes docs/configuration.md from these fields.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from tamis.config.files import ConfigError as ConfigError
-from tamis.config.files import read_value
-from tamis.config.files import read_yaml as read_yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 VOCABULARY = {"gpt2": 50257, "byte": 257}  # end-of-text included: GPT-2's 50256, and 256 after the byte values
 VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor cores; padding is never predicted
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+MOST_STEPS = 10**9
+MOST_TOKENS = 2**24  # of one sequence
+MOST_TOKENS_PER_STEP = 2**31  # of one process
+LONGEST_TEXT = 1000  # characters of a name or path
+
+
+def _one_line(text: str) -> str:
+    if not text or len(text) > LONGEST_TEXT or not text.isprintable():
+        raise ValueError(f"it must be 1 to {LONGEST_TEXT} printable characters on one line")
+    return text
+
+
+def _directory(text: str) -> str:
+    if text[:1] in ("-", "~"):
+        raise ValueError(f"it must not begin with {text[0]}: write ./{text}, or the whole path")
+    return _one_line(text)
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+Directory = Annotated[str, AfterValidator(_directory)]
+
+
+def _count(default: int, description: str, *, least: int = 1, most: int = MOST_STEPS) -> Any:
+    return Field(default, ge=least, le=most, description=description)
+
+
+def _above_zero(default: float, description: str, *, most: float) -> Any:
+    return Field(default, gt=0, le=most, allow_inf_nan=False, description=description)
+
+
+def _key(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
 
 
 class Section(BaseModel):
@@ -36,104 +55,128 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    name: str = "m7c_125m"  # printed and stored, so that nobody wonders which model runs
-    attention: Literal["nsa", "dense"] = "nsa"  # dense: the twin with ordinary causal attention, for comparison
-    dim: Positive = 768  # width of the residual stream
-    n_layers: Positive = 12
-    n_heads: Positive = 12  # query heads
-    n_kv_groups: Positive = 2  # key/value heads; each serves n_heads / n_kv_groups query heads
-    d_k: Positive = 64  # head dim, of queries, keys and values alike
-    d_ff: Positive = 2240  # feed-forward width
-    rope_base: PositiveFloat = 10000.0
-    rope_scale: PositiveFloat = 1.0  # positions are divided by this, in every branch
-    norm_eps: PositiveFloat = 1e-5
+    """The decoder. The defaults are M7C, with 125.4M parameters."""
+
+    name: Line = _key("m7c_125m", "Name of the model, printed and stored with every run.")
+    attention: Literal["nsa", "dense"] = _key("nsa", "`dense` is the twin with ordinary causal attention.")
+    dim: int = _count(768, "Width of the residual stream.", most=2**16)
+    n_layers: int = _count(12, "Decoder layers.", most=1024)
+    n_heads: int = _count(12, "Query heads.", most=1024)
+    n_kv_groups: int = _count(2, "Key/value heads; each serves `n_heads / n_kv_groups` query heads.", most=1024)
+    d_k: int = _count(64, "Head dimension of queries, keys and values.", most=1024)
+    d_ff: int = _count(2240, "Width of the feed-forward layer.", most=2**20)
+    rope_base: float = _above_zero(10000.0, "Base of the rotary frequencies.", most=1e12)
+    rope_scale: float = _above_zero(1.0, "Positions are divided by this in every branch.", most=1e6)
+    norm_eps: float = _above_zero(1e-5, "Epsilon of the RMS norms.", most=1.0)
 
 
 class Nsa(Section):
-    l: Positive = 32  # noqa: E741  tokens per compressed block
-    d: Positive = 16  # stride between compressed blocks
-    l_sel: Positive = 64  # tokens per selection block
-    n_sel: Annotated[int, Field(ge=3)] = 16  # blocks each query attends to, block 0 and the two newest included
-    w: Positive = 512  # sliding window in tokens
-    phi: Literal["mlp", "avg"] = "mlp"  # how a block is compressed: learned, or the mean
+    """Native Sparse Attention, with the paper's names."""
+
+    l: int = _count(32, "Tokens per compressed block.", most=2**16)  # noqa: E741
+    d: int = _count(16, "Stride between compressed blocks.", most=2**16)
+    l_sel: int = _count(64, "Tokens per selection block.", most=2**16)
+    n_sel: int = _count(16, "Blocks each query attends to, including block 0 and the two newest.", least=3, most=2**16)
+    w: int = _count(512, "Sliding window in tokens.", most=MOST_TOKENS)
+    phi: Literal["mlp", "avg"] = _key("mlp", "How a block is compressed: learned (`mlp`) or by its mean (`avg`).")
 
 
 class Data(Section):
-    dataset: Literal["fineweb_edu", "fineweb_edu_local", "shards", "sample", "synthetic"] = "fineweb_edu"
-    tokenizer: Literal["gpt2", "byte"] = "gpt2"
-    local_path: str | None = None  # parquet, JSONL or text files, or a folder of them; or a folder of token shards
-    hub_name: str = "HuggingFaceFW/fineweb-edu"
-    hub_subset: str = "sample-10BT"
-    hub_revision: str | None = None  # commit or tag of the dataset; null: its newest
-    text_column: str = "text"
-    val_fraction: Fraction = 0.005  # share of documents held out by hash, never trained on
-    epochs: Positive | None = 1  # passes over the data before its end is an error; null: without end
-    loader_timeout_s: PositiveFloat = 120.0  # longest wait for one batch
-    prefetch_batches: Positive = 8  # batches prepared ahead in the background
-    lanes: Positive = 24  # streams are split into this many lanes; a multiple of every world size used
-    on_bad_record: Literal["stop", "skip"] = "stop"  # unreadable record: stop with its place, or count it and go on
-    synthetic_on_fail: bool = False  # replace failing data by noise, and brand the run; never in production
+    """What the model reads."""
+
+    dataset: Literal["fineweb_edu", "fineweb_edu_local", "shards", "sample", "synthetic"] = _key(
+        "fineweb_edu", "A hub dataset, local files, token shards, the embedded sample, or uniform random tokens."
+    )
+    tokenizer: Literal["gpt2", "byte"] = _key("gpt2", "GPT-2's byte pairs (50,257 tokens), or bytes (257).")
+    local_path: Line | None = _key(None, "Parquet, JSONL or text files, a folder of them, or a folder of token shards.")
+    hub_name: Line = _key("HuggingFaceFW/fineweb-edu", "Hugging Face dataset, or a local folder laid out as one.")
+    hub_subset: Line = _key("sample-10BT", "Subset of the hub dataset.")
+    hub_revision: Line | None = _key(None, "Commit or tag of the hub dataset; null: its newest.")
+    text_column: Line = _key("text", "Column or JSON key that holds the text.")
+    val_fraction: float = _key(0.005, "Share of documents held out by hash, never trained on.", ge=0, lt=1)
+    epochs: Annotated[int, Field(ge=1, le=10**6)] | None = _key(
+        1, "Passes over the data before its end is an error; null: without end."
+    )
+    loader_timeout_s: float = _above_zero(120.0, "Longest wait for one batch, in seconds.", most=86400)
+    prefetch_batches: int = _count(8, "Batches prepared ahead in the background.", most=10_000)
+    lanes: int = _count(
+        24, "Streams are split into this many lanes; a multiple of every number of processes used.", most=2**16
+    )
+    on_bad_record: Literal["stop", "skip"] = _key("stop", "Unreadable record: stop and name it, or count it and go on.")
+    synthetic_on_fail: bool = _key(
+        False, "Replace failing data by random tokens and mark the run; never in production."
+    )
 
 
 class Runtime(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the computation; master weights are always fp32
-    compile: bool = True  # torch.compile the step; only on a GPU
-    cuda_graph: bool = (
-        True  # one GPU: replay forward and backward as a CUDA graph, which spares small batches the launches
+    """How the step runs on the device."""
+
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "`auto` takes a GPU if there is one.")
+    precision: Literal["bf16", "fp16", "fp32"] = _key(
+        "bf16", "Precision of the computation; master weights are always fp32."
     )
-    deterministic: bool = False  # bit-identical repeats on GPU, at some cost in speed
-    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, about a third slower
-    production: bool = False  # refuses whatever would make the result doubtful (substituted data, say)
-    use_flash: bool = True  # dense twin: allow PyTorch's flash attention
-    sdpa: Literal["auto", "no_flash", "flash_only"] = "auto"  # dense twin: which of PyTorch's attention kernels
-    sdpa_audit: bool = False  # print once which attention kernels PyTorch could choose from
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    ddp_bucket_mb: Positive = 25
-    ddp_static_graph: bool = True
-    ddp_find_unused: bool = False
-    ddp_compress: Literal["none", "bf16", "fp16"] = "none"  # dtype of gradients on the wire
-    ddp_safe_mode: bool = False  # plainest settings: no static graph, no compression, no compile
-    ddp_disable_gc: bool = True  # several processes: gradient checkpointing stays off
-    weight_check_every: NotNegative = 500  # steps between checks that all ranks hold the same weights; 0: never
-    scaler_init_scale: PositiveFloat = 65536.0  # the four settings of fp16 loss scaling
-    scaler_growth_interval: Positive = 2000
-    scaler_growth_factor: PositiveFloat = 2.0
-    scaler_backoff_factor: PositiveFloat = 0.5
-    nvtx: bool = False  # NVTX ranges around fetch, forward, backward, optimizer
-    mem_dump_every: NotNegative = 0  # steps between memory snapshots; 0: none
+    compile: bool = _key(True, "Compile the step with torch.compile; only on a GPU.")
+    cuda_graph: bool = _key(
+        True, "One GPU: replay forward and backward as a CUDA graph, which saves launch time on small batches."
+    )
+    deterministic: bool = _key(False, "Bit-identical repeats on a GPU, at some cost in speed.")
+    gradient_checkpointing: bool = _key(False, "Recompute activations in backward: less memory, about a third slower.")
+    production: bool = _key(False, "Refuse whatever would make the result doubtful, such as substituted data.")
+    use_flash: bool = _key(True, "Dense twin: allow PyTorch's flash attention.")
+    sdpa: Literal["auto", "no_flash", "flash_only"] = _key(
+        "auto", "Dense twin: which of PyTorch's attention kernels may run."
+    )
+    sdpa_audit: bool = _key(False, "Print once which attention kernels PyTorch could choose from.")
+    parallel: Literal["ddp", "fsdp"] = _key("ddp", "Several processes: replicate the weights, or shard them.")
+    ddp_bucket_mb: int = _count(25, "Size of DDP's gradient buckets, in MB.", most=2**16)
+    ddp_static_graph: bool = _key(True, "DDP may rely on the same graph in every step.")
+    ddp_find_unused: bool = _key(False, "DDP searches for unused parameters.")
+    ddp_compress: Literal["none", "bf16", "fp16"] = _key("none", "Data type of gradients between processes.")
+    ddp_safe_mode: bool = _key(False, "Plainest DDP settings: no static graph, no compression, no compile.")
+    ddp_disable_gc: bool = _key(True, "Several processes: gradient checkpointing stays off.")
+    weight_check_every: int = _count(
+        500, "Steps between checks that all ranks hold the same weights; 0: never.", least=0
+    )
+    scaler_init_scale: float = _above_zero(65536.0, "fp16: first loss scale.", most=1e12)
+    scaler_growth_interval: int = _count(2000, "fp16: steps without overflow until the loss scale grows.")
+    scaler_growth_factor: float = _key(2.0, "fp16: growth of the loss scale.", gt=1, le=1e6, allow_inf_nan=False)
+    scaler_backoff_factor: float = _key(0.5, "fp16: factor on the scale after an overflow.", gt=0, lt=1)
+    nvtx: bool = _key(False, "NVTX ranges around fetch, forward, backward and optimizer, for a profiler.")
+    mem_dump_every: int = _count(0, "Steps between memory snapshots; 0: none.", least=0)
 
     @property
     def may_use_cudnn(self) -> bool:
-        """For the dense twin's attention; its backward pass does not repeat itself bit for bit."""
+        """True if the dense twin may use cuDNN, whose backward pass is not bit-identical from run to run."""
         return self.sdpa == "auto" and self.use_flash and not self.deterministic
 
 
 class Train(Section):
-    steps: Positive = 50000  # optimizer steps
-    seq_len: Positive = 2048
-    batch_size: Positive = 1  # micro-batch per GPU, in sequences
-    accumulate_grad_batches: Positive = 1  # micro-batches per optimizer step
-    lr: PositiveFloat = 2e-4
-    lr_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1  # the cosine ends at lr times this
-    warmup_steps: NotNegative = 2000  # optimizer steps
-    weight_decay: NotNegativeFloat = 0.1  # matrices only
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    adam_eps: PositiveFloat = 1e-8
-    grad_clip: PositiveFloat = 1.0  # largest gradient norm
-    seed: NotNegative = 1337
-    log_every: Positive = 10
-    eval_every: NotNegative = 1000  # steps between validations; 0: only at the end
-    eval_batches: Positive = 20
-    save_every: Positive = 5000
-    keep_checkpoints: NotNegative = 3  # newest ones kept; 0: all
-    out_dir: str = "artifacts/m7c_125m"
-    tensorboard: bool = True
-    csv: bool = True
-    aux_stats: bool = True  # gate statistics of every layer in heartbeat and TensorBoard
-    sample_prompt: str | None = None  # text to continue when training is done; null: no sample
-    max_memory_gb: PositiveFloat = 60.0  # per GPU; phase 2 fails above it
+    """The training run and what it writes."""
+
+    steps: int = _count(50000, "Optimizer steps.")
+    seq_len: int = _count(2048, "Tokens per sequence.", most=MOST_TOKENS)
+    batch_size: int = _count(1, "Micro-batch per GPU, in sequences.", most=2**20)
+    accumulate_grad_batches: int = _count(1, "Micro-batches per optimizer step.", most=2**20)
+    lr: float = _above_zero(2e-4, "Peak learning rate, reached after the warm-up.", most=1000)
+    lr_min_ratio: float = _key(0.1, "The cosine ends at `lr` times this.", ge=0, le=1)
+    warmup_steps: int = _count(2000, "Optimizer steps of linear warm-up.", least=0)
+    weight_decay: float = _key(0.1, "Weight decay of matrices; vectors have none.", ge=0, le=1000, allow_inf_nan=False)
+    beta1: float = _key(0.9, "AdamW: decay of the first moment.", ge=0, lt=1)
+    beta2: float = _key(0.95, "AdamW: decay of the second moment.", ge=0, lt=1)
+    adam_eps: float = _above_zero(1e-8, "AdamW: epsilon.", most=1.0)
+    grad_clip: float = _above_zero(1.0, "Largest gradient norm.", most=1e9)
+    seed: int = _count(1337, "Seed of weights and data order.", least=0, most=2**63 - 1)
+    log_every: int = _count(10, "Steps between rows of training.csv.")
+    eval_every: int = _count(1000, "Steps between validations; 0: only at the end.", least=0)
+    eval_batches: int = _count(20, "Validation batches per rank.", most=10**6)
+    save_every: int = _count(5000, "Steps between checkpoints.")
+    keep_checkpoints: int = _count(3, "Newest checkpoints to keep; 0: all.", least=0)
+    out_dir: Directory = _key("artifacts/m7c_125m", "Directory for everything the run writes.")
+    tensorboard: bool = _key(True, "Write TensorBoard files to OUT/tb.")
+    csv: bool = _key(True, "Write training.csv and val.csv.")
+    aux_stats: bool = _key(True, "Gate statistics of every layer in heartbeat and TensorBoard.")
+    sample_prompt: str | None = _key(None, "Text to continue after training; null: no sample.", max_length=100_000)
+    max_memory_gb: float = _above_zero(60.0, "Memory limit per GPU; phase 2 fails above it.", most=1e5)
 
 
 class Config(Section):
@@ -142,30 +185,6 @@ class Config(Section):
     data: Data = Data()
     runtime: Runtime = Runtime()
     train: Train = Train()
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Config:
-        model, nsa, data, runtime = self.model, self.nsa, self.data, self.runtime
-        problems = {
-            f"model.n_heads must be a multiple of model.n_kv_groups, got {model.n_heads} and {model.n_kv_groups}": (
-                model.n_heads % model.n_kv_groups
-            ),
-            f"model.d_k must be even for rotary positions, got {model.d_k}": model.d_k % 2,
-            f"nsa.l must be a multiple of nsa.d, got l={nsa.l} and d={nsa.d}": nsa.l % nsa.d,
-            f"nsa.l_sel must be a multiple of nsa.d, got l_sel={nsa.l_sel} and d={nsa.d}": nsa.l_sel % nsa.d,
-            f"data.local_path must be set when data.dataset is {data.dataset}": (
-                data.dataset in ("fineweb_edu_local", "shards") and not data.local_path
-            ),
-            "data.synthetic_on_fail must be false when runtime.production is true": (
-                runtime.production and data.synthetic_on_fail
-            ),
-            "runtime.sdpa: flash_only needs runtime.use_flash: true": (
-                runtime.sdpa == "flash_only" and not runtime.use_flash
-            ),
-        }
-        if broken := [message for message, is_broken in problems.items() if is_broken]:
-            raise ValueError("\n".join(broken))
-        return self
 
     @property
     def vocab_size(self) -> int:
@@ -188,118 +207,33 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
-def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
-    """The configuration of a YAML file with `section.key=value` overrides on top; a ConfigError says what to change."""
-    tree = read_yaml(path) if path is not None else {}
-    for override in overrides or []:
-        apply_override(tree, override)
-    return build_config(tree)
-
-
-def build_config(tree: dict[str, Any]) -> Config:
-    """The configuration of a tree; otherwise one ConfigError with a line for each thing that is wrong with it."""
-    problems = _unknown(tree)
-    try:
-        config = Config.model_validate(_known(tree))
-    except ValidationError as error:
-        problems += _explained(error, tree)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return config
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in a tree that was read from YAML."""
-    dotted, equals, text = override.partition("=")
-    section, dot, key = dotted.strip().partition(".")
-    if not (equals and dot and section and key):
-        raise ConfigError(f"override {override!r} must look like section.key=value, for example train.steps=100")
-    try:
-        value = read_value(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
-    if not isinstance(tree.setdefault(section, {}), dict):
-        raise ConfigError(f"{section} must be a section with keys")
-    tree[section][key] = value
-
-
-def known_keys() -> list[str]:
-    """Every key as `section.key`."""
-    return [f"{name}.{key}" for name, section in _sections().items() for key in section.model_fields]
-
-
-def _sections() -> dict[str, type[Section]]:
-    return {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
-
-
-def _unknown(tree: dict[str, Any]) -> list[str]:
-    """A sentence for each section and key that no field reads."""
-    sections, problems = _sections(), []
-    for name, content in tree.items():
-        if name not in sections:
-            hint = _nearest(str(name), list(sections))
-            problems.append(f"unknown section {name!r}{hint}; known: {', '.join(sections)}")
-        elif not isinstance(content, dict):
-            problems.append(f"{name} must be a section with keys, got {content!r}")
-        else:
-            fields = sections[name].model_fields
-            unknown = [key for key in content if key not in fields]
-            problems += [
-                f"unknown key {name}.{key}{_nearest_key(name, str(key))}; known: {', '.join(fields)}" for key in unknown
-            ]
-    return problems
-
-
-def _known(tree: dict[str, Any], without: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """The part of a tree that has fields, less the keys named as section.key."""
-    return {
-        name: {k: v for k, v in tree[name].items() if k in section.model_fields and f"{name}.{k}" not in without}
-        for name, section in _sections().items()
-        if isinstance(tree.get(name), dict)
-    }
-
-
-def _nearest_key(section: str, wrong: str) -> str:
-    """The same key in another section, else the most similar one: of this section, or of any."""
-    everywhere = {dotted.partition(".")[2]: dotted for dotted in known_keys()}
-    own = {key: dotted for key, dotted in everywhere.items() if dotted.startswith(f"{section}.")}
-    for names in ([wrong] if wrong in everywhere else [], own, everywhere):
-        matches = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-        if matches:
-            return f"; did you mean {everywhere[matches[0]]}?"
-    return ""
-
-
-def _nearest(wrong: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def _explained(error: ValidationError, tree: dict[str, Any]) -> list[str]:
-    """A sentence for each wrong value, then for each combination that is impossible whatever these become."""
-    wrong = {".".join(map(str, e["loc"][:2])): _explain(e) for e in error.errors() if e["loc"]}
-    try:
-        Config.model_validate(_known(tree, without=wrong))
-    except ValidationError as rest:
-        combined = str(rest.errors()[0]["msg"]).removeprefix("Value error, ").splitlines()
-        return [*wrong.values(), *(line for line in combined if not _names_any(line, wrong))]
-    return list(wrong.values())
-
-
-def _names_any(sentence: str, keys: Iterable[str]) -> bool:
-    return any(re.search(rf"{re.escape(key)}\b", sentence) for key in keys)
-
-
-def _explain(error: Any) -> str:
-    """One validation error as a sentence: the key, what was given, what it may hold."""
-    where, message = ".".join(map(str, error["loc"][:2])), str(error["msg"])
-    if choices := _choices(where):
-        return f"{where} is {error['input']!r}, which is none of its values (allowed: {', '.join(choices)})"
-    return f"{where} is {error['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _choices(dotted: str) -> list[str]:
-    """The words a key may hold, if it holds words."""
-    section, _, key = dotted.partition(".")
-    field = _sections()[section].model_fields.get(key)
-    return [a for a in get_args(field.annotation) if isinstance(a, str)] if field else []
+def impossible_combinations(config: Config) -> list[str]:
+    """A sentence for each combination of keys that cannot be trained."""
+    model, nsa, data, runtime = config.model, config.nsa, config.data, config.runtime
+    checks = [
+        (
+            model.n_heads % model.n_kv_groups,
+            f"model.n_heads must be a multiple of model.n_kv_groups, got {model.n_heads} and {model.n_kv_groups}",
+        ),
+        (model.d_k % 2, f"model.d_k must be even for rotary positions, got {model.d_k}"),
+        (nsa.l % nsa.d, f"nsa.l must be a multiple of nsa.d, got l={nsa.l} and d={nsa.d}"),
+        (nsa.l_sel % nsa.d, f"nsa.l_sel must be a multiple of nsa.d, got l_sel={nsa.l_sel} and d={nsa.d}"),
+        (
+            data.dataset in ("fineweb_edu_local", "shards") and not data.local_path,
+            f"data.local_path must be set when data.dataset is {data.dataset}",
+        ),
+        (
+            runtime.production and data.synthetic_on_fail,
+            "data.synthetic_on_fail must be false when runtime.production is true",
+        ),
+        (
+            runtime.sdpa == "flash_only" and not runtime.use_flash,
+            "runtime.sdpa: flash_only needs runtime.use_flash: true",
+        ),
+        (
+            config.tokens_per_step(1) > MOST_TOKENS_PER_STEP,
+            f"train.batch_size · train.accumulate_grad_batches · train.seq_len must be at most "
+            f"{MOST_TOKENS_PER_STEP:,} tokens, got {config.tokens_per_step(1):,}",
+        ),
+    ]
+    return [message for is_broken, message in checks if is_broken]

@@ -44,7 +44,7 @@ def another_value(dotted: str) -> Any:
         return not value
     if isinstance(value, int):
         return value * 2 or 1
-    return value / 2 if isinstance(value, float) else f"{value}x"
+    return value * 0.9 if isinstance(value, float) else f"{value}x"
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> 
 
 
 def test_a_file_without_permission_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(path: Path, **options: Any) -> str:
+    def denied(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)  # chmod does not stop a superuser
+    monkeypatch.setattr(os, "open", denied)  # chmod does not stop a superuser
     assert refusal(path=tmp_path / "x.yaml").endswith(f"no permission; try chmod u+r {tmp_path / 'x.yaml'}")
 
 
@@ -209,17 +209,19 @@ def test_a_file_without_permission_is_named_with_the_remedy(tmp_path: Path, monk
     ],
 )
 def test_a_file_that_is_not_there_is_answered_with_the_nearest_that_is(
-    wrong: str, suggested: str, monkeypatch: pytest.MonkeyPatch
+    wrong: str, suggested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(CONFIGS[0].parents[1])
+    (tmp_path / "configs").symlink_to(CONFIGS[0].parent)
+    monkeypatch.chdir(tmp_path)
     message = refusal(path=Path(wrong))
     assert message.startswith(f"config file {wrong} does not exist; did you mean {suggested}")
 
 
 def test_a_file_like_no_other_is_answered_with_all_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CONFIGS[0].parents[1])
-    assert "there are configs/m7c_125m_24g.yaml, configs/" in refusal(path=Path("zzz"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(CONFIGS[0].parent)
+    assert "there are configs/m7c_125m_24g.yaml, configs/" in refusal(path=Path("zzz"))
+    (tmp_path / "configs").unlink()
     assert "work in the repository's root" in refusal(path=Path("configs/m7c_125m_80g.yaml"))
     (tmp_path / "mine.yaml").write_text("train: {}\n")
     assert refusal(path=Path("mien.yaml")).endswith("did you mean mine.yaml?")
