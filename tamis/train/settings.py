@@ -7,7 +7,6 @@ import os
 import torch
 from torch.backends import cuda as sdpa
 
-from tamis.attention.ranges import listen
 from tamis.config import Config
 from tamis.model.dense_attention import takes_groups
 from tamis.train.step import COMPUTE_DTYPE, attention_kernels
@@ -22,10 +21,11 @@ def apply_settings(config: Config, device: torch.device) -> list[str]:
         torch.backends.cudnn.benchmark = False
         lines.append("deterministic: the same inputs give the same bits, at some cost in speed")
     if config.runtime.nvtx:
-        listen("nvtx")
-        lines.append("NVTX ranges: fetch, forward, the attention branches, backward, optimizer")
-        if device.type != "cuda":
-            lines[-1] = "NVTX ranges are on, but there is no GPU for a profiler to show them on"
+        if device.type == "cuda":
+            torch.autograd.profiler.emit_nvtx().__enter__()  # never left: ranges last as long as the process
+            lines.append("NVTX ranges: fetch, forward, the attention branches, backward, optimizer")
+        else:
+            lines.append("NVTX ranges are on, but there is no GPU for a profiler to show them on")
     if config.runtime.sdpa_audit:
         lines += sdpa_audit(config, device)
     return lines

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tamis.attention.ranges import marked
 from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
@@ -76,7 +75,7 @@ class TrainStep:
             gates += [] if of_gates is None else [of_gates]
         own = pack_own(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)
         averaged = self.ranks.mean_(own)
-        with marked("optimizer"):
+        with torch.profiler.record_function("optimizer"):
             norm = self.optimizer.step(number, veto=forbids_update(averaged))
         return pack_step(averaged, norm, self._weights_differ(number))
 
@@ -108,11 +107,11 @@ class TrainStep:
 
     def _forward_backward(self, tokens_BS1: Tensor) -> Outputs:
         began = None if self._graph else timestamp(self.device)  # a replayed graph cannot be timed inside
-        with marked("forward"):
+        with torch.profiler.record_function("forward"):
             loss, gates = self.loss(tokens_BS1)
         if began is not None:
             self._forwards.append((began, timestamp(self.device)))
-        with marked("backward"):
+        with torch.profiler.record_function("backward"):
             self.optimizer.backward(loss / self.config.train.accumulate_grad_batches)
         return loss.detach(), gates
 

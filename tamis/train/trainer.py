@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import torch
 
-from tamis.attention.ranges import marked
 from tamis.checkpoint.file import load_checkpoint, save_checkpoint
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, merge_states, open_loader, validation_batches
@@ -124,7 +123,7 @@ class Trainer:
     def _fetch(self) -> Batch | None:
         """Return the next batch, or None when the data failed: the other ranks see that in this step's metrics."""
         try:
-            with marked("fetch"):
+            with torch.profiler.record_function("fetch"):
                 return self.loader.next()
         except DataError as error:
             self.data_error = error

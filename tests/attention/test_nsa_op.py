@@ -99,6 +99,13 @@ def test_backward_makes_no_gradients_of_zeros_for_outputs_nobody_uses():
     assert not any("zeros" in name for name in recorded.names), recorded.names
 
 
+def test_a_profiler_shows_the_branches_by_name():
+    inputs = random_inputs(SMALL, tokens=9, groups=1, heads_per_group=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        by_kernels(*inputs)
+    assert {"compressed", "selection", "selected", "window"} <= {event.name for event in profiler.events()}
+
+
 def test_compiles_without_a_graph_break(poisoned_memory):
     inputs = random_inputs(SMALL, **TINY)
     compiled = torch.compile(by_kernels, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from tamis.attention.ranges import listen, marked
 from tamis.config import Config
 from tamis.data import open_loader
 from tamis.model import Decoder
@@ -62,15 +61,13 @@ def _profiled(config: Config, device: torch.device, steps: int) -> torch.profile
     try:
         for number in range(WARM_UP_STEPS):
             step(loader.next().tokens, number + 1)
-        listen("torch")
         with torch.profiler.profile(activities=activities) as profiler:
             for number in range(WARM_UP_STEPS, WARM_UP_STEPS + steps):
-                with marked("fetch"):
+                with torch.profiler.record_function("fetch"):
                     tokens = loader.next().tokens
                 step(tokens, number + 1)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     finally:
-        listen("none")
         loader.close()
     return profiler
