@@ -93,6 +93,11 @@ def read_checkpoint(path: Path, device: torch.device) -> State:
     return read_facts(path) | read_whole(path, device)
 
 
+def verify_loading(path: Path, config: Config) -> None:
+    """Load a checkpoint on the CPU as a resume would; raises what the resume would raise."""
+    load_checkpoint(path, config, torch.device("cpu"))
+
+
 def load_checkpoint(path: Path, config: Config, device: torch.device, sharded: State | None = None) -> State:
     """Return the state to resume `config` from; an error names what is wrong with the file or which key differs.
 

@@ -39,24 +39,45 @@ def check(
 
       tamis check --quick
     """
-    from tamis.run.checks.preflight import check as preflight
+    from tamis.run.checks.preflight import run_preflight
 
-    raise typer.Exit(preflight(resolve_for_this_machine(words), quick=quick))
+    raise typer.Exit(run_preflight(resolve_for_this_machine(words), quick=quick))
 
 
 @verb()
-def verify(words: Words = None) -> None:
+def verify(
+    words: Words = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")] = False,
+) -> None:
     """Prove the attention kernels against the reference on this device, and that the model is causal.
 
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
     resolved = resolve(words)
-    loading_torch()
+    if not json:
+        loading_torch()
     from tamis.train.tools.selfcheck import report
 
     with announced(f"proving a fresh {resolved.model.name} on this device"):
-        code = report(resolved)
+        code = report(resolved, json)
     raise typer.Exit(code)
+
+
+@verb("verify-checkpoint")
+def verify_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="file or folder of a run")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="the run's config.yaml")],
+) -> None:
+    """Load a checkpoint as a resume would, on the CPU; exit code 0 if it loads.
+
+    Example: tamis verify-checkpoint artifacts/m7c_125m/checkpoint_step5000.pt artifacts/m7c_125m/config.yaml
+    """
+    resolved = load_config(config)
+    loading_torch()
+    from tamis.checkpoint.file import verify_loading
+
+    verify_loading(checkpoint, resolved)
+    print(f"{checkpoint} loads")
 
 
 @verb()

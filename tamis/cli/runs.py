@@ -30,9 +30,9 @@ def monitor(
 
       tamis monitor artifacts/m7c_125m --once     (exit code 1 when something is wrong)
     """
-    from tamis.run.monitor.command import monitor as show
+    from tamis.run.monitor.command import show_run
 
-    raise typer.Exit(show(run, once=once, as_json=json, every_s=every))
+    raise typer.Exit(show_run(run, once=once, as_json=json, every_s=every))
 
 
 @verb()
@@ -41,9 +41,9 @@ def judge(run: RunDir) -> None:
 
     Example: tamis judge artifacts/m7c_125m_2xa100_prod
     """
-    from tamis.run.checks.runbooks import judge as judged
+    from tamis.run.checks.runbooks import judge_run
 
-    raise typer.Exit(judged(run))
+    raise typer.Exit(judge_run(run))
 
 
 @verb()
@@ -52,9 +52,12 @@ def report(run: RunDir) -> None:
 
     Example: tamis report artifacts/train_showcase
     """
-    from tamis.run.handover.report import report as write
+    from tamis.run.find import existing_run
+    from tamis.run.handover.report import write_report
 
-    raise typer.Exit(write(run))
+    directory = existing_run(run)
+    print(f"reading and judging {directory.path} …", flush=True)
+    print(f"report: {write_report(directory)}")
 
 
 @verb()
@@ -66,6 +69,6 @@ def handoff(
 
     Example: tamis handoff artifacts/m7c_125m_2xa100_prod
     """
-    from tamis.run.handover.bundle import handoff as pack
+    from tamis.run.handover.bundle import write_bundle
 
-    raise typer.Exit(pack(run, output=output))
+    raise typer.Exit(write_bundle(run, output=output))

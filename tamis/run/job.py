@@ -17,7 +17,7 @@ from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.files.info import describe_run, write_eta, write_info
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.run.handover.bundle import handoff
+from tamis.run.handover.bundle import write_bundle
 from tamis.run.handover.report import write_report
 from tamis.run.launch import directory_for, halts_passed_on, launch_in_background
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
@@ -93,7 +93,7 @@ def _hand_over(config: Config, run_dir: Path, code: int, began: float) -> None:
         _compare_with_counting(config, run)
         sample = _start_sample(config, run)  # beside the bundle: each waits mostly for its own start of torch
         if _was_trained_since(run, began):  # else its bundle is there already
-            handoff(run.path, say=_say)
+            write_bundle(run.path, say=_say)
         if sample is not None:
             _show_sample(config, sample)
     _say(f"logs: {run_dir}   model and curves: {run.path}   report: {write_report(run)}")

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from tamis.config import Config
 from tamis.run.background import repeated
-from tamis.run.checks.preflight import check
-from tamis.run.checks.runbooks import judge
+from tamis.run.checks.preflight import run_preflight
+from tamis.run.checks.runbooks import judge_run
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.files.info import describe_run, write_info
 from tamis.run.files.lock import RunLock, require_no_launch
-from tamis.run.handover.bundle import handoff
+from tamis.run.handover.bundle import write_bundle
 from tamis.run.phase_runner import launch_by_phases
 from tamis.run.plan import LaunchPlan, launch_plan
 from tamis.run.supervise.restarts import RestartBudget
@@ -112,18 +112,18 @@ def _launch_phases(job: Launch, out: RunDirectory, steps: Mapping[int, int] | No
     )
     if code == ExitCode.DONE:
         _say("success criteria, from the files the run left:")
-        judge(out.path)
-        handoff(out.path)
+        judge_run(out.path)
+        write_bundle(out.path)
     return code
 
 
 def _is_ready(job: Launch) -> bool:
     """The whole preflight; what fails within a second is told within a second."""
     lines: list[str] = []
-    if check(job.config, gpus=job.gpus, quick=True, emit=lines.append):
+    if run_preflight(job.config, gpus=job.gpus, quick=True, emit=lines.append):
         print("\n".join(lines), flush=True)
         return False
-    return check(job.config, gpus=job.gpus) == 0
+    return run_preflight(job.config, gpus=job.gpus) == 0
 
 
 def directory_for(config: Config) -> RunDirectory:

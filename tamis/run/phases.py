@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tamis.config import ConfigError
-from tamis.run.checks import criteria, criteria_device, criteria_supervision
+from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
 from tamis.run.checks.findings import Criterion
 
 FASTER_DATA = (
@@ -14,9 +14,9 @@ FASTER_DATA = (
 )
 LESS_MEMORY = "lower train.batch_size and raise train.accumulate_grad_batches, or set runtime.gradient_checkpointing"
 LOOK_AT_LOSS = "look at training.csv and the gradient norm; lower train.lr or lengthen train.warmup_steps"
-COMPLETED = Criterion("all steps were done", criteria.completed, "read the end of train.log and events.jsonl")
-NO_STALL = Criterion("no stall", criteria_supervision.no_alarms, "read stackdump_*.txt and events.jsonl")
-LOSS_FINITE = Criterion("loss is finite", criteria.loss_finite, LOOK_AT_LOSS)
+COMPLETED = Criterion("all steps were done", training.completed, "read the end of train.log and events.jsonl")
+NO_STALL = Criterion("no stall", operation.no_alarms, "read stackdump_*.txt and events.jsonl")
+LOSS_FINITE = Criterion("loss is finite", training.loss_finite, LOOK_AT_LOSS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ PHASES = (
             COMPLETED,
             Criterion(
                 "heartbeats on every rank",
-                criteria.heartbeats_on_every_rank,
+                training.heartbeats_on_every_rank,
                 "a rank did not start: read train.log, then run tamis check for the collectives",
             ),
         ),
@@ -52,17 +52,17 @@ PHASES = (
             COMPLETED,
             NO_STALL,
             LOSS_FINITE,
-            Criterion("loss is falling", criteria.loss_falling, LOOK_AT_LOSS),
-            Criterion("step times are steady", criteria.step_times_steady, FASTER_DATA),
-            Criterion("data keeps up", criteria.data_keeps_up, FASTER_DATA),
+            Criterion("loss is falling", training.loss_falling, LOOK_AT_LOSS),
+            Criterion("step times are steady", training.step_times_steady, FASTER_DATA),
+            Criterion("data keeps up", training.data_keeps_up, FASTER_DATA),
             Criterion(
                 "GPUs busy and balanced",
-                criteria_device.gpus_busy_and_balanced,
+                gpu.gpus_busy_and_balanced,
                 "raise train.batch_size or train.accumulate_grad_batches; " + FASTER_DATA,
             ),
             Criterion(
                 "throughput near the estimate",
-                criteria_device.throughput_near_estimate,
+                training.throughput_near_estimate,
                 "make the estimate again (tamis estimate), and look for other processes on the GPUs",
             ),
         ),
@@ -76,11 +76,11 @@ PHASES = (
             COMPLETED,
             NO_STALL,
             LOSS_FINITE,
-            Criterion("memory is flat", criteria_device.memory_flat, "compare two snapshots of NSA_MEM_DUMP_EVERY=100"),
-            Criterion("memory is under the limit", criteria_device.memory_under_limit, LESS_MEMORY),
-            Criterion("gate entropy", criteria_device.gate_entropy_healthy, LOOK_AT_LOSS),
-            Criterion("gates not collapsed", criteria_device.gates_not_collapsed, LOOK_AT_LOSS),
-            Criterion("gates have learned", criteria_device.gates_have_learned, LOOK_AT_LOSS),
+            Criterion("memory is flat", gpu.memory_flat, "compare two snapshots of NSA_MEM_DUMP_EVERY=100"),
+            Criterion("memory is under the limit", gpu.memory_under_limit, LESS_MEMORY),
+            Criterion("gate entropy", gates.gate_entropy_healthy, LOOK_AT_LOSS),
+            Criterion("gates not collapsed", gates.gates_not_collapsed, LOOK_AT_LOSS),
+            Criterion("gates have learned", gates.gates_have_learned, LOOK_AT_LOSS),
         ),
     ),
     Phase(
@@ -92,15 +92,13 @@ PHASES = (
             COMPLETED,
             NO_STALL,
             LOSS_FINITE,
-            Criterion("loss is falling", criteria.loss_falling, LOOK_AT_LOSS),
-            Criterion("checkpoint at save_every", criteria_device.first_checkpoint_was_saved, "check the disk's space"),
+            Criterion("loss is falling", training.loss_falling, LOOK_AT_LOSS),
+            Criterion("checkpoint at save_every", checkpoints.first_checkpoint_was_saved, "check the disk's space"),
+            Criterion("checkpoints are intact", checkpoints.checkpoints_intact, "remove the damaged one and resume"),
+            Criterion("newest checkpoint loads", checkpoints.newest_checkpoint_loads, "resume from an older one"),
+            Criterion("watchdog is on", operation.watchdog_was_on, "start through tamis launch"),
             Criterion(
-                "checkpoints are intact", criteria_device.checkpoints_intact, "remove the damaged one and resume"
-            ),
-            Criterion("newest checkpoint loads", criteria_device.newest_checkpoint_loads, "resume from an older one"),
-            Criterion("watchdog is on", criteria_supervision.watchdog_was_on, "start through tamis launch"),
-            Criterion(
-                "TensorBoard and CSV are on", criteria_device.logs_are_on, "unset NSA_TB_DISABLE, NSA_DISABLE_CSV_LOGS"
+                "TensorBoard and CSV are on", operation.logs_are_on, "unset NSA_TB_DISABLE, NSA_DISABLE_CSV_LOGS"
             ),
         ),
     ),

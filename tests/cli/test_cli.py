@@ -32,7 +32,7 @@ from tests.run.fabricate import GPUS
 VERBS = {
     "run", "train", "launch", "halt",
     "monitor", "judge", "report", "handoff",
-    "check", "verify", "causality", "estimate", "config show", "config validate",
+    "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "generate", "export", "convert", "data prepare", "data check",
     "profile", "bench attention", "bench paths", "bench train", "bench decode", "bench needle", "bench positions",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Everything a run left behind, read once: what phases, judge, report and handoff decide by. Reads only."""
+"""Everything a run left behind, read once for phases, judge, report and handoff. Reads only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, ConfigError, load_config
+from tamis.run.checks.findings import utc
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.gpu_usage import UsageSample, read_usage, usage_csv
@@ -45,13 +46,13 @@ class Evidence:
 
     @property
     def processes(self) -> int | None:
-        """How many ranks there had to be, by run.info; None when nothing says."""
+        """Number of ranks that run.info names; None without it."""
         count = self.info.get("processes")
         return count if isinstance(count, int) else None
 
     @property
     def logs(self) -> list[Path]:
-        """What every launch printed into this directory, oldest first."""
+        """Logs of every launch into this directory, oldest first."""
         folders = [self.directory.path, *launch_folders(self.info)]
         return [path for folder in folders for name in LOGS if (path := folder / name).is_file()]
 
@@ -70,8 +71,14 @@ class Evidence:
         """The last step every rank with heartbeats has finished."""
         return min((ends[-1].step if ends else 0 for ends in self.step_ends.values()), default=0)
 
+    @property
+    def span(self) -> str:
+        """When the heartbeats began and ended."""
+        times = [beat.ts for beats in self.beats.values() for beat in (beats[:1] + beats[-1:])]
+        return f"{utc(min(times))} to {utc(max(times))}" if times else "no heartbeat"
+
     def until(self, step: int) -> Evidence:
-        """The same run as it was when `step` was finished."""
+        """The run as it was when `step` was finished."""
         ends = [beat.ts for beats in self.step_ends.values() for beat in beats if beat.step <= step]
         moment = max(ends, default=float("-inf"))
         return replace(
@@ -99,7 +106,7 @@ def read_evidence(run_dir: str | Path | RunDirectory) -> Evidence:
 
 
 def launch_folders(info: dict[str, Any]) -> list[Path]:
-    """artifacts/train_runs/m7c_<timestamp> of each launch that wrote to the same out_dir, oldest first."""
+    """Log folder (artifacts/train_runs/m7c_<timestamp>) of each launch into the same out_dir, oldest first."""
     run_dir = info.get("run_dir")
     if not isinstance(run_dir, str) or run_dir == info.get("out_dir"):
         return []
@@ -123,7 +130,7 @@ def read_validation(path: Path) -> list[ValidationRow]:
 
 
 def _number_rows(path: Path, columns: int) -> list[list[float]]:
-    """Complete rows of numbers; the header, and a line cut short by a kill, are not."""
+    """Complete rows of numbers, without the header and without a line cut short by a kill."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""A criterion, what was found, and the Go/No-Go table: shared by preflight, phases, judge and handoff.
+"""Criteria, findings and the Go/No-Go table: shared by preflight, phases, judge and handoff.
 
-`pass` is given only to what was measured. `fail` is a measured breach, or an artifact that had to be there and is not.
-`not measured` is what this machine or config cannot show; it never counts as a pass, and is printed as what it is.
+`pass` means measured and within the limit. `fail` means a measured breach, or a required file that is missing.
+`not measured` means that this machine or config cannot show it; it never counts as a pass.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ VERDICT_STYLES = {"GO": "green", "NO-GO": "bold red", "OPEN": "yellow"}
 class Finding:
     status: Status
     evidence: str  # what was measured, with its limit
-    at: float | None = None  # Unix time of the deciding evidence; None: the moment of judging
+    at: float | None = None  # Unix time of the deciding evidence; None: when it was judged
     name: str = ""
-    remedy: str = ""  # what to try; only a failure carries one
-    is_needed: bool = False  # without this line measured there is no Go
+    remedy: str = ""  # what to try; set only on failures
+    is_needed: bool = False  # GO requires that this line was measured
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A sentence about a run, the program that judges it, and what to try when it does not hold."""
+    """A sentence about a run, the function that measures it, and what to try when it does not hold."""
 
     name: str
-    judge: Callable[[Any], Finding]
+    measure: Callable[[Any], Finding]
     remedy: str = ""
     is_needed: bool = False
 
     def apply(self, subject: Any) -> Finding:
-        found = self.judge(subject)
+        found = self.measure(subject)
         remedy = (found.remedy or self.remedy) if found.status == "fail" else ""
         return replace(found, name=self.name, remedy=remedy, is_needed=self.is_needed)
 
@@ -60,12 +60,12 @@ def not_measured(reason: str) -> Finding:
     return Finding("not measured", reason)
 
 
-def judged(holds: bool, evidence: str, at: float | None = None) -> Finding:
+def pass_if(holds: bool, evidence: str, at: float | None = None) -> Finding:
     return passed(evidence, at) if holds else failed(evidence, at=at)
 
 
 def is_go(findings: Iterable[Finding]) -> bool:
-    """Go: something was measured, what a Go needs among it, and nothing failed."""
+    """True if nothing failed, something passed, and every needed line was measured."""
     return _word(list(findings)) == "GO"
 
 
@@ -84,10 +84,10 @@ def _still_needed(findings: Iterable[Finding]) -> list[str]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """GO, NO-GO, or OPEN while something that a Go needs was not measured, and how many lines say what."""
+    """GO, NO-GO, or OPEN while a needed line was not measured; with the number of lines of each kind."""
     word, statuses = _word(findings), [finding.status for finding in findings]
-    told: Status = "fail" if word == "NO-GO" else "pass"
-    counts = f"{statuses.count(told)} {told}ed"
+    counted: Status = "fail" if word == "NO-GO" else "pass"
+    counts = f"{statuses.count(counted)} {counted}ed"
     if open_lines := statuses.count("not measured"):
         counts += f", {open_lines} not measured"
     needed = _still_needed(findings) if word == "OPEN" else []
@@ -95,7 +95,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def print_findings(title: str, findings: Sequence[Finding], console: Console | None = None) -> None:
-    """A numbered table with the evidence per line, then the verdict; plain lines where there is no terminal."""
+    """Print a numbered table with the evidence per line, then the verdict; plain lines without a terminal."""
     console = console or Console()
     if not console.is_terminal:
         console.print(findings_text(title, findings), end="", markup=False, highlight=False, soft_wrap=True)
@@ -119,7 +119,7 @@ def findings_text(title: str, findings: Sequence[Finding]) -> str:
 
 
 def write_findings(stem: Path, title: str, findings: Sequence[Finding], **facts: Any) -> None:
-    """`stem`.json for programs and `stem`.txt for people."""
+    """Write `stem`.json for programs and `stem`.txt for people."""
     document = {
         "title": title,
         "judged_at": utc(time.time()),

@@ -1,4 +1,4 @@
-"""What the preflight asks of the machine itself: software, GPUs, disk, limits, clock, loopback. Starts no process."""
+"""Preflight checks of the machine: software, GPUs, disk, limits, clock, loopback. Starts no process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tamis.config import Config
 from tamis.config.size import parameter_count
-from tamis.run.checks.findings import Criterion, Finding, failed, judged, not_measured, passed
+from tamis.run.checks.findings import Criterion, Finding, failed, not_measured, pass_if, passed
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import MIB, Gpu, free_disk_mib
@@ -24,8 +24,8 @@ from tamis.run.files.lock import RunLock
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 LOGS_MIB = 1024  # room for heartbeats, TensorBoard and logs
-FOREIGN_GPU_MIB = 2048  # more than a driver and a desktop use: somebody else computes there
-OLDEST_PLAUSIBLE_TIME = 1_767_225_600  # 2026-01-01: a machine that says earlier has lost its clock
+FOREIGN_GPU_MIB = 2048  # more than a driver and a desktop use: another process computes there
+OLDEST_PLAUSIBLE_TIME = 1_767_225_600  # 2026-01-01: an earlier date means that the clock is wrong
 LEAST_DRIVER_BY_CUDA = {13: 580, 12: 525, 11: 450}  # NVIDIA's minor-version compatibility
 LEAST_OPEN_FILES = 1024
 SHARED_MEMORY_MIB_PER_GPU = 64
@@ -33,10 +33,10 @@ SHARED_MEMORY_MIB_PER_GPU = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """What the checks look at."""
+    """The config, its file and the GPUs that the checks read."""
 
     config: Config
-    config_file: Path  # the resolved config, for the child processes
+    config_file: Path  # the resolved config, read by child processes
     gpus: Sequence[Gpu]
 
     @property
@@ -53,7 +53,7 @@ class Subject:
 def python_and_torch(subject: Subject) -> Finding:
     versions = package_versions()
     found = f"python {sys.version_info.major}.{sys.version_info.minor}, torch {versions['torch']}"
-    return judged(versions["torch"] is not None and sys.version_info >= (3, 11), found)
+    return pass_if(versions["torch"] is not None and sys.version_info >= (3, 11), found)
 
 
 def driver_matches_torch(subject: Subject) -> Finding:
@@ -68,26 +68,30 @@ def driver_matches_torch(subject: Subject) -> Finding:
     least = LEAST_DRIVER_BY_CUDA.get(int(cuda.split(".")[0]))
     if least is None:
         return not_measured(f"no driver requirement known for CUDA {cuda}; driver {driver}")
-    return judged(int(driver.split(".")[0]) >= least, f"driver {driver}; CUDA {cuda} of torch needs {least} or newer")
+    return pass_if(int(driver.split(".")[0]) >= least, f"driver {driver}; CUDA {cuda} of torch needs {least} or newer")
 
 
 def gpus_are_there_and_free(subject: Subject) -> Finding:
     if not subject.wants_gpu:
         return not_measured("no GPU: the run uses the CPU")
     if not subject.gpus:
-        wish = "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
-        return failed(f"no GPU found, but {wish}", "use a machine with a GPU, or set runtime.device: cpu")
+        required_by = (
+            "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
+        )
+        return failed(f"no GPU found, but {required_by}", "use a machine with a GPU, or set runtime.device: cpu")
     listing = ", ".join(f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free" for gpu in subject.gpus)
-    return judged(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
+    return pass_if(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
 
 
 def disk_for_checkpoints(subject: Subject) -> Finding:
     train = subject.config.train
     kept = train.keep_checkpoints or math.ceil(train.steps / train.save_every)
     one = parameter_count(subject.config) * CHECKPOINT_BYTES_PER_PARAMETER / MIB
-    needed = math.ceil((kept + 1) * one) + LOGS_MIB  # one more than kept: the next is written before the oldest goes
+    needed = (
+        math.ceil((kept + 1) * one) + LOGS_MIB
+    )  # one more than kept: the next is written before the oldest is removed
     free = free_disk_mib(subject.out_dir)
-    return judged(free >= needed, f"{free} MiB free, {needed} MiB needed for {kept} checkpoints of {one:.0f} MiB")
+    return pass_if(free >= needed, f"{free} MiB free, {needed} MiB needed for {kept} checkpoints of {one:.0f} MiB")
 
 
 def out_dir_is_writable(subject: Subject) -> Finding:
@@ -100,11 +104,11 @@ def out_dir_is_writable(subject: Subject) -> Finding:
             skew = os.stat(file.name).st_mtime - time.time()
     except OSError as error:
         return failed(f"{existing}: {error.strerror}")
-    # A halt file counts by its time of writing: a file server whose clock is off would make it look stale.
-    return judged(abs(skew) < 5, f"{existing} can be written; its clock differs by {abs(skew):.1f} s (limit 5 s)")
+    # .HALT files are compared by modification time: a file server with a wrong clock makes them look stale.
+    return pass_if(abs(skew) < 5, f"{existing} can be written; its clock differs by {abs(skew):.1f} s (limit 5 s)")
 
 
-def nobody_else_trains_there(subject: Subject) -> Finding:
+def out_dir_has_no_owner(subject: Subject) -> Finding:
     lock = RunLock(RunDirectory(subject.out_dir).lock)
     if lock.is_held():
         owner = lock.owner() or {}
@@ -113,7 +117,7 @@ def nobody_else_trains_there(subject: Subject) -> Finding:
 
 
 def clock_is_sane(subject: Subject) -> Finding:
-    return judged(time.time() > OLDEST_PLAUSIBLE_TIME, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+    return pass_if(time.time() > OLDEST_PLAUSIBLE_TIME, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
 
 
 def limits_are_wide_enough(subject: Subject) -> Finding:
@@ -121,7 +125,7 @@ def limits_are_wide_enough(subject: Subject) -> Finding:
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoint = parameter_count(subject.config) * CHECKPOINT_BYTES_PER_PARAMETER
     enough = _at_least(files, LEAST_OPEN_FILES) and _at_least(size, checkpoint)
-    return judged(enough, f"open files {_limit(files)} (at least {LEAST_OPEN_FILES}), file size {_limit(size)}")
+    return pass_if(enough, f"open files {_limit(files)} (at least {LEAST_OPEN_FILES}), file size {_limit(size)}")
 
 
 def shared_memory_is_large_enough(subject: Subject) -> Finding:
@@ -129,7 +133,7 @@ def shared_memory_is_large_enough(subject: Subject) -> Finding:
         return not_measured("fewer than two GPUs: NCCL needs no shared memory")
     free = shutil.disk_usage("/dev/shm").free // MIB
     needed = SHARED_MEMORY_MIB_PER_GPU * len(subject.gpus)
-    return judged(free >= needed, f"/dev/shm has {free} MiB free, {needed} MiB needed")
+    return pass_if(free >= needed, f"/dev/shm has {free} MiB free, {needed} MiB needed")
 
 
 def loopback_works(subject: Subject) -> Finding:
@@ -167,7 +171,7 @@ MACHINE_CHECKS = (
     Criterion(
         "out_dir can be written", out_dir_is_writable, "change train.out_dir, its permissions, or the clock of the disk"
     ),
-    Criterion("nobody else trains in out_dir", nobody_else_trains_there, "halt the other run, or change train.out_dir"),
+    Criterion("out_dir has no other owner", out_dir_has_no_owner, "halt the other run, or change train.out_dir"),
     Criterion("clock is sane", clock_is_sane, "set the clock (timedatectl set-ntp true)"),
     Criterion("process limits", limits_are_wide_enough, "raise them: ulimit -n 65536; ulimit -f unlimited"),
     Criterion("shared memory", shared_memory_is_large_enough, "start the container with --shm-size=1g or --ipc=host"),

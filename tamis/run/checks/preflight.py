@@ -1,6 +1,6 @@
-"""`tamis check`: is this machine ready for this run? Numbered checks, each with its evidence and its remedy.
+"""`tamis check`: numbered checks of whether this machine is ready for a run, each with its evidence and its remedy.
 
-Whatever needs torch or the network runs in a child process with a time limit, so that nothing can wedge the check.
+Checks that need torch or the network run in a child process with a time limit, so that none of them can block the rest.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config
-from tamis.run.checks.findings import Criterion, Finding, failed, is_go, judged, not_measured, verdict, write_findings
+from tamis.run.checks.findings import Criterion, Finding, failed, is_go, not_measured, pass_if, verdict, write_findings
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
 from tamis.run.files.hardware import Gpu, read_gpus
 
-CHECK_DATA = (
-    "import sys; from tamis.config import load_config; from tamis.data.check import check; "
-    "sys.exit(check(load_config(sys.argv[1]), 2, show_text=False))"
-)
-FAILED = "FAILED: "  # how a child begins the line that says why
-CHILD_TIMEOUT_S = {"collectives": 120, "data": 180, "selfcheck": 600}
+TAMIS = [sys.executable, "-m", "tamis"]
+FAILED = "FAILED: "  # begins the line with which a child gives its reason
+CHILD_TIMEOUT_S = {"collectives": 120, "data": 180, "verify": 600}
 
 
-def check(
+def run_preflight(
     config: Config,
     *,
     gpus: Sequence[Gpu] | None = None,
     quick: bool = False,
     emit: Callable[[str], None] = print,
 ) -> int:
-    """Run every check, say each result as it comes, store them in OUT/preflight.json. 0: ready; 1: not.
+    """Run every check, emit each result at once, and store all in OUT/preflight.json. Returns 0 if ready, else 1.
 
-    `quick` leaves out the three that start torch or reach for the data.
+    `quick` leaves out the three that start torch or read the data.
     """
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -47,7 +44,7 @@ def check(
             findings.append(finding)
             emit(_line(len(findings), finding))
     emit(f"preflight: {verdict(findings)}")
-    with suppress(OSError):  # a directory that cannot be written was named above
+    with suppress(OSError):  # a directory that cannot be written has a failed check above
         write_findings(subject.out_dir / "preflight", "Preflight", findings, config_hash=config.hash)
     return 0 if is_go(findings) else 1
 
@@ -60,7 +57,7 @@ def _all_findings(subject: Subject, quick: bool, emit: Callable[[str], None]) ->
         emit(f"    trying: {criterion.name} …")
         yield criterion.apply(subject)
     emit("    trying: kernels, causality and the random-token floor on this device …")
-    yield from selfcheck(subject)
+    yield from model_is_right(subject)
 
 
 def collectives_work(subject: Subject) -> Finding:
@@ -68,38 +65,38 @@ def collectives_work(subject: Subject) -> Finding:
     if processes < 2:
         return not_measured("fewer than two GPUs: nothing to connect")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return _judged_child([*torchrun, "-m", "tamis.train.tools.collective_check"], "collectives")
+    return _child_finding([*torchrun, "-m", "tamis.train.tools.collective_check"], "collectives")
 
 
 def data_is_reachable(subject: Subject) -> Finding:
-    return _judged_child([sys.executable, "-c", CHECK_DATA, str(subject.config_file)], "data")
+    return _child_finding([*TAMIS, "data", "check", str(subject.config_file), "--batches", "2"], "data")
 
 
-def selfcheck(subject: Subject) -> list[Finding]:
-    """Kernels against the reference, causality and the random-token floor, on the device that will train."""
-    command = [sys.executable, "-m", "tamis.train.tools.selfcheck", "--config", str(subject.config_file), "--json"]
-    answer = _child(command, "selfcheck")
+def model_is_right(subject: Subject) -> list[Finding]:
+    """Compare kernels with the reference, and test causality and the random-token floor, on the training device."""
+    answer = _child([*TAMIS, "verify", str(subject.config_file), "--json"], "verify")
     if isinstance(answer, str):
-        return [Finding("fail", answer, name="self-check of the model", remedy=SELFCHECK_REMEDY)]
+        return [Finding("fail", answer, name=MODEL, remedy=VERIFY_REMEDY)]
     try:
         results = _results(answer.stdout)
-        findings = [_selfcheck_finding(result) for result in results]
+        findings = [_result_finding(result) for result in results]
     except (ValueError, KeyError, TypeError, IndexError):
-        return [Finding("fail", _last_line(answer), name="self-check of the model", remedy=SELFCHECK_REMEDY)]
+        return [Finding("fail", _last_line(answer), name=MODEL, remedy=VERIFY_REMEDY)]
     if not any(finding.name.startswith("attention") for finding in findings):
-        findings.insert(0, Finding("not measured", "no kernels here: the reference itself computes", name=KERNELS))
+        findings.insert(0, Finding("not measured", "no kernels on this device: the reference computes", name=KERNELS))
     if answer.returncode and is_go(findings):
-        findings.append(failed(f"the self-check ended with exit code {answer.returncode}", SELFCHECK_REMEDY))
+        findings.append(failed(f"tamis verify ended with exit code {answer.returncode}", VERIFY_REMEDY))
     return findings
 
 
+MODEL = "the model is verified"
 KERNELS = "attention kernels agree with the reference"
-SELFCHECK_REMEDY = "do not train: run python -m tamis.train.tools.selfcheck alone, and report its output with env.json"
+VERIFY_REMEDY = "do not train: run tamis verify alone, and report its output with env.json"
 CHILD_CHECKS = (
     Criterion(
         "collectives across the GPUs",
         collectives_work,
-        "set NCCL_P2P_DISABLE=1 and NCCL_DEBUG=INFO, then look which pair of GPUs fails",
+        "set NCCL_P2P_DISABLE=1 and NCCL_DEBUG=INFO, then see which pair of GPUs fails",
     ),
     Criterion(
         "data can be read",
@@ -109,16 +106,16 @@ CHILD_CHECKS = (
 )
 
 
-def _judged_child(command: list[str], name: str) -> Finding:
-    """By the exit code; the child's last line is the evidence."""
+def _child_finding(command: list[str], name: str) -> Finding:
+    """Judge a child by its exit code; its last line is the evidence."""
     answer = _child(command, name)
     if isinstance(answer, str):
         return failed(answer)
-    return judged(answer.returncode == 0, _last_line(answer))
+    return pass_if(answer.returncode == 0, _last_line(answer))
 
 
 def _child(command: list[str], name: str) -> subprocess.CompletedProcess[str] | str:
-    """The finished child, or the sentence that says why it did not finish."""
+    """Run a child; returns a sentence when it does not finish in time."""
     limit = CHILD_TIMEOUT_S[name]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL)
@@ -127,18 +124,17 @@ def _child(command: list[str], name: str) -> subprocess.CompletedProcess[str] | 
 
 
 def _results(stdout: str) -> list[dict[str, Any]]:
-    """The list of results in the JSON document; lines that libraries print before it do not matter."""
-    document = json.loads(stdout[min(i for i in (stdout.find("{"), stdout.find("[")) if i >= 0) :])
-    results = document["checks"] if isinstance(document, dict) else document
+    """Parse the JSON document in the last line; libraries may print other lines before it."""
+    results = json.loads(stdout.strip().splitlines()[-1])["checks"]
     if not results:
         raise ValueError("no results")
     return list(results)
 
 
-def _selfcheck_finding(result: dict[str, Any]) -> Finding:
+def _result_finding(result: dict[str, Any]) -> Finding:
     evidence = f"measured {float(result['measured']):.4g}, limit {float(result['limit']):.4g}"
     evidence += f" ({result['detail']})" if result.get("detail") else ""
-    status, remedy = ("pass", "") if result["passed"] is True else ("fail", SELFCHECK_REMEDY)
+    status, remedy = ("pass", "") if result["passed"] is True else ("fail", VERIFY_REMEDY)
     return Finding(status, evidence, name=str(result["name"]), remedy=remedy)  # type: ignore[arg-type]
 
 
@@ -148,8 +144,8 @@ def _line(number: int, finding: Finding) -> str:
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
-    """What the child said last: its result or its reason on stdout, else how it ended and its last words of trouble."""
-    said, trouble = answer.stdout.strip().splitlines()[-1:], answer.stderr.strip().splitlines()[-1:]
-    if said and (answer.returncode == 0 or said[0].startswith(FAILED)):
-        return said[0].removeprefix(FAILED)
-    return f"it ended with exit code {answer.returncode}: {(trouble or said or ['without a word'])[0]}"
+    """The child's last line on stdout, or its exit code with the last line on stderr when it crashed."""
+    output, errors = answer.stdout.strip().splitlines()[-1:], answer.stderr.strip().splitlines()[-1:]
+    if output and (answer.returncode == 0 or output[0].startswith(FAILED)):
+        return output[0].removeprefix(FAILED)
+    return f"it ended with exit code {answer.returncode}: {(errors or output or ['no output'])[0]}"

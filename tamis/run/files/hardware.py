@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-MIB = 1024 * 1024
+MIB = 1024**2
+GIB = 1024**3
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import utc, verdict, write_findings
-from tamis.run.checks.runbooks import judge_runbooks, span
+from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.gpu_usage import usage_csv
 from tamis.run.files.heartbeat import previous_file
@@ -39,7 +39,7 @@ JUDGED = ("go_no_go", "preflight")
 Say = Callable[[str], None]
 
 
-def handoff(
+def write_bundle(
     run_dir: str | Path,
     *,
     output: Path | None = None,
@@ -86,7 +86,7 @@ def collect(
     missing += _add_checkpoint(directory, folder, say)
     results = judge_runbooks(evidence)
     every = [finding for findings in results.values() for finding in findings]
-    title = f"Success criteria, run of {span(evidence)}"
+    title = f"Success criteria, run of {evidence.span}"
     write_findings(folder / "criteria", title, [replace(f, evidence=redact(f.evidence)) for f in every])
     (folder / "report.html").write_text(page(evidence, results, redact), encoding="utf-8")
     (folder / "README.txt").write_text(_readme(evidence, verdict(every), missing), encoding="utf-8")
@@ -182,7 +182,7 @@ def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:
     info = evidence.info
     lines = [
         f"Handoff of {info.get('model', evidence.directory.path.name)}, written {utc(time.time())}",
-        f"Run: {span(evidence)}, {evidence.last_step} steps; success criteria: {outcome}",
+        f"Run: {evidence.span}, {evidence.last_step} steps; success criteria: {outcome}",
         "",
         "report.html       curves, criteria, facts; open it in any browser, it needs no network",
         "run.info          machine, config, launch command, commit",

@@ -15,11 +15,10 @@ from typing import Any
 
 from tamis.run.checks.evidence import Evidence, read_evidence
 from tamis.run.checks.findings import Finding, utc, verdict
-from tamis.run.checks.runbooks import judge_runbooks, span
+from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
 from tamis.run.files.records import write_text_atomic
-from tamis.run.find import existing_run
 from tamis.run.handover import curves
 from tamis.run.handover.curves import Series, thinned
 from tamis.run.phase_runner import read_go_no_go
@@ -48,14 +47,6 @@ CHARTS = (
     Chart("GPU memory allocated", curves.memory_curves, "GiB"),
     Chart("GPU utilisation", curves.utilisation_curves, "percent", over="minutes"),
 )
-
-
-def report(run_dir: str | Path, *, say: Callable[[str], None] = print) -> int:
-    """Write OUT/report.html. Raises NoSuchRun."""
-    directory = existing_run(run_dir)
-    say(f"reading and judging {directory.path} …")
-    say(f"report: {write_report(directory)}")
-    return 0
 
 
 def write_report(run: RunDirectory | str | Path) -> Path:
@@ -90,7 +81,7 @@ def page(
 
 
 def _subtitle(evidence: Evidence) -> str:
-    parts = [span(evidence), f"{evidence.last_step:,} steps"]
+    parts = [evidence.span, f"{evidence.last_step:,} steps"]
     if count := evidence.info.get("parameters"):
         parts.insert(0, f"{count:,} parameters")
     if evidence.validation:

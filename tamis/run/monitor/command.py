@@ -16,7 +16,7 @@ from tamis.run.monitor.text import snapshot_text
 UNHEALTHY = ("crashed", "failed")
 
 
-def monitor(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
+def show_run(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
     """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed or with a problem.
 
     Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a run that is not there

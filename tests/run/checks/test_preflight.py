@@ -45,13 +45,13 @@ def answer(returncode: int = 0, stdout: str = "", stderr: str = ""):
 
 def test_this_machine_is_ready_for_a_small_run_and_each_line_is_numbered(tmp_path):
     lines: list[str] = []
-    assert preflight.check(small_config(tmp_path), gpus=[], quick=True, emit=lines.append) == 0
+    assert preflight.run_preflight(small_config(tmp_path), gpus=[], quick=True, emit=lines.append) == 0
     assert [int(line[:2]) for line in lines[:-1]] == list(range(1, len(MACHINE_CHECKS) + 1))
     assert lines[-1].startswith("preflight: GO")
 
 
 def test_the_result_is_stored_in_the_run_directory(tmp_path):
-    preflight.check(small_config(tmp_path), gpus=[], quick=True, emit=lambda line: None)
+    preflight.run_preflight(small_config(tmp_path), gpus=[], quick=True, emit=lambda line: None)
     stored = json.loads((tmp_path / "preflight.json").read_text())
     assert stored["go"] is True
     assert {finding["name"] for finding in stored["findings"]} == {check.name for check in MACHINE_CHECKS}
@@ -60,7 +60,7 @@ def test_the_result_is_stored_in_the_run_directory(tmp_path):
 def test_a_failed_check_makes_the_exit_code_one_and_prints_the_remedy(tmp_path):
     lines: list[str] = []
     config = small_config(tmp_path, device="cuda")
-    assert preflight.check(config, gpus=[], quick=True, emit=lines.append) == 1
+    assert preflight.run_preflight(config, gpus=[], quick=True, emit=lines.append) == 1
     assert any("FAIL" in line and "runtime.device" in line and "→" in line for line in lines)
     assert "NO-GO" in lines[-1]
 
@@ -108,15 +108,15 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
     found = result_of("out_dir can be written", subject(tmp_path))
     assert found.status == "fail"
     assert "train.out_dir" in found.remedy
-    assert result_of("nobody else trains in out_dir", subject(tmp_path)).status == "pass"  # that is not what is wrong
+    assert result_of("out_dir has no other owner", subject(tmp_path)).status == "pass"  # that is not what is wrong
 
 
 def test_a_run_directory_with_a_living_owner_is_refused(tmp_path):
     directory = RunDirectory(tmp_path / "out").create()
     with RunLock(directory.lock) as lock:
         lock.acquire("launch")
-        assert result_of("nobody else trains in out_dir", subject(tmp_path)).status == "fail"
-    assert result_of("nobody else trains in out_dir", subject(tmp_path)).status == "pass"
+        assert result_of("out_dir has no other owner", subject(tmp_path)).status == "fail"
+    assert result_of("out_dir has no other owner", subject(tmp_path)).status == "pass"
 
 
 def test_a_clock_before_this_program_existed_is_refused(tmp_path, monkeypatch):
@@ -144,22 +144,24 @@ def test_each_result_of_the_self_check_becomes_a_line(tmp_path, monkeypatch):
         {"name": "causality", "passed": False, "measured": 0.3, "limit": 0.0, "detail": "layer 2"},
     ]
     monkeypatch.setattr(preflight, "_child", answer(1, "a warning of a library\n" + json.dumps({"checks": results})))
-    kernels, causality = preflight.selfcheck(subject(tmp_path))
+    kernels, causality = preflight.model_is_right(subject(tmp_path))
     assert (kernels.status, causality.status) == ("pass", "fail")
     assert "0.3" in causality.evidence
     assert "layer 2" in causality.evidence
 
 
-@pytest.mark.parametrize("stdout", ["", "[]", "{}", '{"checks": []}', "not json", '[{"name": "attention out"}]'])
+@pytest.mark.parametrize(
+    "stdout", ["", "[]", "{}", '{"checks": []}', "not json", '{"checks": [{"name": "attention out"}]}']
+)
 def test_a_self_check_without_readable_results_is_a_failure(tmp_path, monkeypatch, stdout):
     monkeypatch.setattr(preflight, "_child", answer(0, stdout))
-    assert [finding.status for finding in preflight.selfcheck(subject(tmp_path))] == ["fail"]
+    assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["fail"]
 
 
 def test_a_self_check_that_crashes_after_good_results_is_a_failure(tmp_path, monkeypatch):
-    good = json.dumps([{"name": "attention out", "passed": True, "measured": 0, "limit": 1, "detail": ""}])
-    monkeypatch.setattr(preflight, "_child", answer(139, good))
-    assert "fail" in [finding.status for finding in preflight.selfcheck(subject(tmp_path))]
+    results = [{"name": "attention out", "passed": True, "measured": 0, "limit": 1, "detail": ""}]
+    monkeypatch.setattr(preflight, "_child", answer(139, json.dumps({"checks": results})))
+    assert "fail" in [finding.status for finding in preflight.model_is_right(subject(tmp_path))]
 
 
 def test_collectives_are_tried_only_across_several_gpus(tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_collectives_are_tried_only_across_several_gpus(tmp_path, monkeypatch):
 def test_without_kernels_their_agreement_is_not_measured_rather_than_passed(tmp_path, monkeypatch):
     results = [{"name": "causality", "passed": True, "measured": 0.0, "limit": 0.0, "detail": ""}]
     monkeypatch.setattr(preflight, "_child", answer(0, json.dumps({"checks": results})))
-    assert [finding.status for finding in preflight.selfcheck(subject(tmp_path))] == ["not measured", "pass"]
+    assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["not measured", "pass"]
 
 
 def test_the_real_data_path_is_tried_in_a_child(tmp_path):

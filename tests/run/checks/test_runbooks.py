@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tamis.run.checks import criteria, criteria_device, criteria_supervision
+from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
 from tamis.run.checks.evidence import Evidence, read_evidence
 from tamis.run.checks.findings import Criterion, Finding, has_failed, is_go, verdict
-from tamis.run.checks.runbooks import RUNBOOKS, judge, judge_runbooks
+from tamis.run.checks.runbooks import RUNBOOKS, judge_run, judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog
 from tamis.run.files.gpu_usage import UsageSample
@@ -57,20 +57,20 @@ def test_a_healthy_run_meets_what_a_healthy_run_can_meet(healthy):
 
 def test_two_hours_are_asked_of_a_pilot_on_gpus_alone(tmp_path, healthy):
     on_cpu = {r: [replace(b, gpu_mem_alloc_gib=None) for b in beats] for r, beats in healthy.beats.items()}
-    found = criteria_supervision.ran_long_enough(replace(healthy, beats=on_cpu))
+    found = operation.ran_long_enough(replace(healthy, beats=on_cpu))
     assert found.status == "not measured"
     assert "are asked of a pilot on GPUs, and this run was on the CPU" in found.evidence
     long = read_evidence(fabricate(tmp_path, steps=5, step_s=3600))
-    assert criteria_supervision.ran_long_enough(long).status == "pass"
+    assert operation.ran_long_enough(long).status == "pass"
 
 
 def test_a_run_that_still_goes_on_has_not_failed_to_last(tmp_path):
     run = fabricate(tmp_path, steps=5)
     with RunLock(run.trainer_lock) as lock:
         lock.acquire("train")
-        found = criteria_supervision.ran_long_enough(read_evidence(run))
+        found = operation.ran_long_enough(read_evidence(run))
     assert (found.status, "still running" in found.evidence) == ("not measured", True)
-    assert criteria_supervision.ran_long_enough(read_evidence(run)).status == "fail"
+    assert operation.ran_long_enough(read_evidence(run)).status == "fail"
 
 
 def test_a_run_shorter_than_a_criterion_is_told_apart_from_one_that_is_not_there_yet(tmp_path):
@@ -95,14 +95,14 @@ def test_a_run_shorter_than_a_criterion_is_told_apart_from_one_that_is_not_there
 )
 def test_the_loss_must_be_finite_and_fall(healthy, losses, falling, finite):
     evidence = with_losses(healthy, losses)
-    assert criteria.loss_falling(evidence).status == falling
-    assert criteria.loss_finite(evidence).status == finite
+    assert training.loss_falling(evidence).status == falling
+    assert training.loss_finite(evidence).status == finite
 
 
 def test_a_run_that_stopped_short_is_not_completed(tmp_path, healthy):
-    assert criteria.completed(healthy).status == "pass"
+    assert training.completed(healthy).status == "pass"
     short = read_evidence(fabricate(tmp_path, steps=20, planned_steps=60, ending=None))
-    found = criteria.completed(short)
+    found = training.completed(short)
     assert found.status == "fail"
     assert "20 of 60" in found.evidence
 
@@ -110,7 +110,7 @@ def test_a_run_that_stopped_short_is_not_completed(tmp_path, healthy):
 def test_a_rank_without_heartbeats_is_named(tmp_path):
     run = fabricate(tmp_path, steps=5, processes=3)
     run.heartbeat(1).unlink()
-    found = criteria.heartbeats_on_every_rank(read_evidence(run))
+    found = training.heartbeats_on_every_rank(read_evidence(run))
     assert found.status == "fail"
     assert "rank 1 of 3" in found.evidence
 
@@ -121,12 +121,12 @@ def test_step_times_must_be_steady(healthy, slow_every, factor, status):
         replace(beat, dt_step_s=0.5 * factor) if slow_every and beat.step % slow_every == 0 else beat
         for beat in healthy.beats[0]
     ]
-    assert criteria.step_times_steady(replace(healthy, beats={0: beats})).status == status
+    assert training.step_times_steady(replace(healthy, beats={0: beats})).status == status
 
 
 def test_steps_that_grow_slower_and_slower_are_not_steady(healthy):
     beats = [replace(beat, dt_step_s=0.1 + beat.step / 100) for beat in healthy.beats[0]]
-    assert criteria.step_times_steady(replace(healthy, beats={0: beats})).status == "fail"
+    assert training.step_times_steady(replace(healthy, beats={0: beats})).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_steps_that_grow_slower_and_slower_are_not_steady(healthy):
     [((95, 93), "pass"), ((100, 60), "fail"), ((79, 79), "fail"), ((99, 83), "fail"), ((), "not measured")],
 )
 def test_gpus_must_be_busy_and_balanced(healthy, percents, status):
-    assert criteria_device.gpus_busy_and_balanced(with_usage(healthy, *percents)).status == status
+    assert gpu.gpus_busy_and_balanced(with_usage(healthy, *percents)).status == status
 
 
 @pytest.mark.parametrize(
@@ -142,19 +142,19 @@ def test_gpus_must_be_busy_and_balanced(healthy, percents, status):
 )
 def test_throughput_is_held_to_the_measured_estimate_on_both_sides(healthy, estimate, status):
     evidence = replace(healthy, info=healthy.info | {"estimate_toks_per_s": estimate})
-    assert criteria_device.throughput_near_estimate(evidence).status == status
+    assert training.throughput_near_estimate(evidence).status == status
 
 
 def test_creeping_memory_is_not_flat_and_breaks_the_limit(tmp_path, healthy):
-    assert criteria_device.memory_flat(healthy).status == "pass"
+    assert gpu.memory_flat(healthy).status == "pass"
     creeping = read_evidence(fabricate(tmp_path, steps=60, memory_growth_gib=1.0))
-    assert criteria_device.memory_flat(creeping).status == "fail"
-    assert criteria_device.memory_under_limit(creeping).status == "fail"
+    assert gpu.memory_flat(creeping).status == "fail"
+    assert gpu.memory_under_limit(creeping).status == "fail"
 
 
 def test_the_memory_limit_counts_gigabytes_not_gibibytes(healthy):
     beats = [replace(beat, gpu_mem_reserved_gib=58.0) for beat in healthy.beats[0]]  # 62.3 GB
-    assert criteria_device.memory_under_limit(replace(healthy, beats={0: beats})).status == "fail"
+    assert gpu.memory_under_limit(replace(healthy, beats={0: beats})).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_memory_limit_counts_gigabytes_not_gibibytes(healthy):
 )
 def test_gates_must_keep_entropy_and_not_collapse(tmp_path, entropy, collapse, statuses):
     evidence = read_evidence(fabricate(tmp_path, steps=10, entropy=entropy, collapse=collapse))
-    found = criteria_device.gate_entropy_healthy(evidence), criteria_device.gates_not_collapsed(evidence)
+    found = gates.gate_entropy_healthy(evidence), gates.gates_not_collapsed(evidence)
     assert tuple(finding.status for finding in found) == statuses
 
 
@@ -171,51 +171,51 @@ def test_gates_that_stay_at_three_equal_parts_have_not_learned(healthy):
     ends = healthy.step_ends[0]
     moving = [replace(ends[0], step=1), replace(ends[-1], step=1000)]
     frozen = [replace(ends[0], step=1), replace(ends[0], step=1000)]
-    assert criteria_device.gates_have_learned(replace(healthy, beats={0: moving})).status == "pass"
-    assert criteria_device.gates_have_learned(replace(healthy, beats={0: frozen})).status == "fail"
-    assert criteria_device.gates_have_learned(healthy).status == "not measured"
+    assert gates.gates_have_learned(replace(healthy, beats={0: moving})).status == "pass"
+    assert gates.gates_have_learned(replace(healthy, beats={0: frozen})).status == "fail"
+    assert gates.gates_have_learned(healthy).status == "not measured"
 
 
 def test_the_dense_twin_has_no_gates_to_judge(tmp_path):
     evidence = read_evidence(fabricate(tmp_path, steps=5, attention="dense"))
-    found = criteria_device.gate_entropy_healthy(evidence)
+    found = gates.gate_entropy_healthy(evidence)
     assert (found.status, found.evidence) == ("not measured", "dense attention has no gates")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     run = fabricate(tmp_path, steps=40)
-    assert criteria_device.checkpoints_intact(read_evidence(run)).status == "pass"
+    assert checkpoints.checkpoints_intact(read_evidence(run)).status == "pass"
     run.checkpoint(40).write_bytes(b"short")
-    found = criteria_device.checkpoints_intact(read_evidence(run))
+    found = checkpoints.checkpoints_intact(read_evidence(run))
     assert found.status == "fail"
     assert "step 40" in found.evidence
 
 
 def test_a_checkpoint_counts_as_loadable_only_when_it_loads(tmp_path):
     run = fabricate(tmp_path, steps=20)
-    assert criteria_device.newest_checkpoint_loads(read_evidence(run)).status == "fail"
+    assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "fail"
     config = read_evidence(run).config
     torch.save({"step": 20, "config": config.model_dump(), "model": {"w": torch.zeros(3)}}, run.checkpoint(20))
     write_manifest(run, 20, config_hash="x")
-    assert criteria_device.newest_checkpoint_loads(read_evidence(run)).status == "pass"
+    assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "pass"
 
 
 def test_a_watchdog_alarm_fails_the_run_and_a_note_does_not(tmp_path):
     run = fabricate(tmp_path, steps=5)
     log = EventLog(run, by="watchdog")
     log.record_alarm(Alarm("slow", "note", "slow"))
-    assert criteria_supervision.no_alarms(read_evidence(run)).status == "pass"
+    assert operation.no_alarms(read_evidence(run)).status == "pass"
     log.record_alarm(Alarm("stuck_in_collective", "stall", "no progress for 200 s"))
-    found = criteria_supervision.no_alarms(read_evidence(run))
+    found = operation.no_alarms(read_evidence(run))
     assert found.status == "fail"
     assert "stuck_in_collective" in found.evidence
 
 
 def test_a_resume_is_seen_in_the_heartbeats(tmp_path):
     run = fabricate(tmp_path, steps=20, ending=None)
-    assert criteria_supervision.resume_succeeded(read_evidence(run)).status == "not measured"
+    assert operation.resume_succeeded(read_evidence(run)).status == "not measured"
     fabricate(tmp_path, Story(steps=40, first_step=21, pid=77, starts_at=1_780_001_000.0))
-    found = criteria_supervision.resume_succeeded(read_evidence(run))
+    found = operation.resume_succeeded(read_evidence(run))
     assert found.status == "pass"
     assert "step 21" in found.evidence
 
@@ -223,20 +223,20 @@ def test_a_resume_is_seen_in_the_heartbeats(tmp_path):
 def test_a_resume_that_started_again_at_step_one_fails(tmp_path):
     run = fabricate(tmp_path, steps=20, ending=None)
     fabricate(tmp_path, Story(steps=20, pid=77, starts_at=1_780_001_000.0))
-    assert criteria_supervision.resume_succeeded(read_evidence(run)).status == "fail"
+    assert operation.resume_succeeded(read_evidence(run)).status == "fail"
 
 
 def test_an_nccl_error_in_the_log_is_quoted(tmp_path):
     run = fabricate(tmp_path, steps=3)
     run.train_log.write_text("fine\n[rank1]: torch.distributed.DistBackendError: NCCL error: unhandled\nfine\n")
-    found = criteria_supervision.no_cuda_or_nccl_errors(read_evidence(run))
+    found = operation.no_cuda_or_nccl_errors(read_evidence(run))
     assert found.status == "fail"
     assert "DistBackendError" in found.evidence
 
 
 def test_judging_stores_the_evidence_and_tells_by_its_exit_code(tmp_path):
     run = fabricate(tmp_path / "out", steps=5)
-    assert judge(run.path) == 1
+    assert judge_run(run.path) == 1
     stored = json.loads((run.path / "judgement.json").read_text())
     assert len(stored["findings"]) == sum(len(book.criteria) for book in RUNBOOKS)
     assert all(finding["evidence"] for finding in stored["findings"])
@@ -245,7 +245,7 @@ def test_judging_stores_the_evidence_and_tells_by_its_exit_code(tmp_path):
 def test_a_directory_without_a_run_is_neither_judged_nor_written_to(tmp_path):
     for path, why in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "holds no run")):
         with pytest.raises(NoSuchRun, match=why):
-            judge(path)
+            judge_run(path)
     assert list(tmp_path.iterdir()) == []
 
 

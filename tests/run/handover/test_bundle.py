@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tamis.run.checks import runbooks as judge
+from tamis.run.checks import runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import describe_environment
 from tamis.run.files.info import read_info, write_info
 from tamis.run.files.records import write_json_atomic
 from tamis.run.find import NoSuchRun
-from tamis.run.handover import bundle as handoff_module
-from tamis.run.handover.bundle import handoff, verify_bundle
+from tamis.run.handover import bundle
+from tamis.run.handover.bundle import verify_bundle, write_bundle
 from tamis.run.handover.redaction import redactor
 from tests.run.fabricate import fabricate
 
@@ -33,11 +33,12 @@ SHAPED = ("hf_planted0sixsecretsecret", "https://me:planted0seven@hub.invalid/x"
 @pytest.fixture(autouse=True)
 def no_torch_needed(monkeypatch):
     """Loading and converting checkpoints needs torch and is proven elsewhere; here the conversion writes a stand-in."""
-    monkeypatch.setattr(handoff_module, "_write_weights", lambda checkpoint, target: target.write_bytes(b"w") and None)
+    monkeypatch.setattr(bundle, "_write_weights", lambda checkpoint, target: target.write_bytes(b"w") and None)
     books = [
-        judge.Runbook(book.title, tuple(c for c in book.criteria if "loaded" not in c.name)) for book in judge.RUNBOOKS
+        runbooks.Runbook(book.title, tuple(c for c in book.criteria if "loaded" not in c.name))
+        for book in runbooks.RUNBOOKS
     ]
-    monkeypatch.setattr(judge, "RUNBOOKS", books)
+    monkeypatch.setattr(runbooks, "RUNBOOKS", books)
 
 
 @pytest.fixture
@@ -59,11 +60,11 @@ def bundle_of(run: RunDirectory, tmp_path: Path, **options) -> tuple[int, Path, 
     said: list[str] = []
     output = tmp_path / "bundle.tar"
     options = {"environment": SECRETS, "repository": tmp_path} | options
-    return handoff(run.path, output=output, say=said.append, **options), output, said
+    return write_bundle(run.path, output=output, say=said.append, **options), output, said
 
 
-def contents(bundle: Path) -> dict[str, bytes]:
-    with tarfile.open(bundle) as tar:
+def contents(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
         return {m.name.partition("/")[2]: tar.extractfile(m).read() for m in tar if m.isfile()}
 
 
@@ -130,7 +131,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
 
 def test_what_is_missing_is_said_on_screen_in_the_readme_and_by_the_exit_code(run, tmp_path, monkeypatch):
     run.env_json.unlink()
-    monkeypatch.setattr(handoff_module, "_write_weights", lambda checkpoint, target: "the converter is not there")
+    monkeypatch.setattr(bundle, "_write_weights", lambda checkpoint, target: "the converter is not there")
     code, output, said = bundle_of(run, tmp_path)
     assert code == 1
     readme = contents(output)["README.txt"].decode()
@@ -161,7 +162,7 @@ def test_a_bundle_leaves_the_run_as_it_was(run, tmp_path):
 
 def test_a_run_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(NoSuchRun, match="does not exist"):
-        handoff(tmp_path / "nowhere")
+        write_bundle(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 
 

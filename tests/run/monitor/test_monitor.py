@@ -26,7 +26,7 @@ from tamis.run.files.lock import RunLock
 from tamis.run.find import NoSuchRun, existing_run
 from tamis.run.handover.curves import thinned
 from tamis.run.monitor import snapshot as monitor_snapshot
-from tamis.run.monitor.command import monitor
+from tamis.run.monitor.command import show_run
 from tamis.run.monitor.screen import Curves, MonitorScreen, Panel
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import newest_events_first, rank_lines, snapshot_text
@@ -125,7 +125,7 @@ def test_a_crash_under_a_living_supervisor_is_a_restart(tmp_path):
 @pytest.mark.parametrize("options", [{"once": True}, {"as_json": True}])
 def test_a_directory_that_holds_no_run_is_refused_where_nobody_can_wait(tmp_path, options):
     with pytest.raises(NoSuchRun, match="holds no run"):
-        monitor(tmp_path, **options)
+        show_run(tmp_path, **options)
 
 
 def test_a_silent_rank_is_an_alert_with_its_limit(tmp_path):
@@ -182,15 +182,15 @@ def test_broken_files_do_not_stop_the_monitor(tmp_path):
 def test_once_prints_text_and_its_exit_code_tells_of_trouble(tmp_path, capsys):
     fabricate(tmp_path / "good")
     fabricate(tmp_path / "bad", ending=None)
-    assert monitor(tmp_path / "good", once=True) == 0
-    assert monitor(tmp_path / "bad", once=True) == 1
+    assert show_run(tmp_path / "good", once=True) == 0
+    assert show_run(tmp_path / "bad", once=True) == 1
     assert capsys.readouterr().out.startswith("DONE")
 
 
 def test_json_is_one_document_even_with_numbers_json_lacks(tmp_path, capsys):
     run = fabricate(tmp_path)
     run.val_csv.write_text("step,loss,ppl\n20,nan,inf\n")
-    monitor(tmp_path, as_json=True)
+    show_run(tmp_path, as_json=True)
     document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert document["state"] == "done"
     assert document["validation"][0]["ppl"] == "inf"
@@ -254,7 +254,7 @@ def test_the_screen_keeps_up_with_a_run_that_begins_while_it_is_open(tmp_path):
 
 def test_in_a_real_terminal_it_draws_and_q_ends_it(tmp_path):
     fabricate(tmp_path, steps=5)
-    code = f"from tamis.run.monitor.command import monitor; raise SystemExit(monitor({str(tmp_path)!r}))"
+    code = f"from tamis.run.monitor.command import show_run; raise SystemExit(show_run({str(tmp_path)!r}))"
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
     seen = b""

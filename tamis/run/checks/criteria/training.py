@@ -1,7 +1,4 @@
-"""What a healthy run looks like, criterion by criterion, judged from its artifacts alone.
-
-Each takes the Evidence of a run and returns a Finding. Limits come from the run's own config and run.info.
-"""
+"""Criteria on the training itself: steps done, losses, step times, throughput, data."""
 
 from __future__ import annotations
 
@@ -10,15 +7,17 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, failed, judged, not_measured, passed
+from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed
 from tamis.run.files.heartbeat import Heartbeat
 
 LEAST_ROWS_FOR_TREND = 4
 LEAST_STEPS_FOR_STEADINESS = 20
-WARM_UP_STEPS = 5  # the first steps compile, allocate and fill caches; they say nothing about the rest
+WARM_UP_STEPS = 5  # the first steps compile, allocate and fill caches
 SLOWEST_TO_MEDIAN = 3.0  # p95 of step times
 DRIFT = 1.5  # last quarter against first
 THROUGHPUT_SPREAD = 0.5  # slowest tenth of the logged rows against the median
+LEAST_TOKENS_PER_S = 39  # the launch plan's floor; a real M7C run is thousands of times above it
+ESTIMATE_TOLERANCE = 0.20
 LARGEST_FETCH_SHARE = 0.2  # of a step's time may be spent waiting for data
 
 
@@ -27,16 +26,16 @@ def completed(evidence: Evidence) -> Finding:
     if last is None:
         return failed("no heartbeat was written")
     if evidence.config is None:
-        return failed("config.yaml is missing, so nothing says how many steps there had to be")
+        return failed("config.yaml is missing, so the number of planned steps is unknown")
     steps = evidence.config.train.steps
     done = evidence.last_step >= steps
-    return judged(done, f"{evidence.last_step} of {steps} steps on every rank; last phase {last.phase}", last.ts)
+    return pass_if(done, f"{evidence.last_step} of {steps} steps on every rank; last phase {last.phase}", last.ts)
 
 
 def heartbeats_on_every_rank(evidence: Evidence) -> Finding:
-    """Every rank ended a step, and rank 0 shows the whole cycle of phases."""
+    """Require a finished step of every rank, and all phases of a step from rank 0."""
     if evidence.processes is None:
-        return not_measured("run.info does not say how many processes there had to be")
+        return not_measured("run.info does not hold the number of processes")
     silent = [rank for rank in range(evidence.processes) if not evidence.step_ends.get(rank)]
     if silent:
         return failed(f"no step_end from rank {', '.join(map(str, silent))} of {evidence.processes}")
@@ -64,25 +63,25 @@ def loss_falling(evidence: Evidence) -> Finding:
         return not_measured(f"{len(losses)} losses are too few for a trend")
     third = max(1, len(losses) // 3)
     first, last = mean(losses[:third]), mean(losses[-third:])
-    return judged(last < first, f"mean of the first third {first:.4f}, of the last {last:.4f}", _end(evidence))
+    return pass_if(last < first, f"mean of the first third {first:.4f}, of the last {last:.4f}", _end(evidence))
 
 
 def step_times_steady(evidence: Evidence) -> Finding:
     if not evidence.step_ends:
         return failed("no heartbeat was written")
-    worst = [_steadiness(rank, _step_times(ends)) for rank, ends in evidence.step_ends.items()]
-    failures = [finding for finding in worst if finding.status == "fail"]
-    return failures[0] if failures else worst[0]
+    by_rank = [_steadiness(rank, _step_times(ends)) for rank, ends in evidence.step_ends.items()]
+    failures = [finding for finding in by_rank if finding.status == "fail"]
+    return failures[0] if failures else by_rank[0]
 
 
 def _steadiness(rank: int, times: list[float]) -> Finding:
     if len(times) < LEAST_STEPS_FOR_STEADINESS:
         return not_measured(f"rank {rank}: {len(times)} timed steps, at least {LEAST_STEPS_FOR_STEADINESS} needed")
-    typical, slow = median(times), percentile(times, 95)
+    typical, slow = median(times), _percentile(times, 95)
     quarter = len(times) // 4
     drift = median(times[-quarter:]) / median(times[:quarter])
     steady = slow <= SLOWEST_TO_MEDIAN * typical and drift <= DRIFT
-    return judged(
+    return pass_if(
         steady,
         f"rank {rank}: median {typical * 1e3:.1f} ms, p95 {slow * 1e3:.1f} ms (limit {SLOWEST_TO_MEDIAN:g}× median), "
         f"last quarter {drift:.2f}× the first (limit {DRIFT:g}×)",
@@ -90,36 +89,57 @@ def _steadiness(rank: int, times: list[float]) -> Finding:
 
 
 def throughput_stable(evidence: Evidence) -> Finding:
-    speeds = [row.toks_per_s for row in evidence.training[1:]]  # the first row holds the compilation
+    speeds = [row.toks_per_s for row in evidence.training[1:]]  # the first row includes compilation
     if len(speeds) < LEAST_ROWS_FOR_TREND:
         return not_measured(f"{len(speeds)} logged rows after the first are too few")
-    typical, slow = median(speeds), percentile(speeds, 10)
-    return judged(
+    typical, slow = median(speeds), _percentile(speeds, 10)
+    return pass_if(
         slow >= THROUGHPUT_SPREAD * typical > 0,
         f"median {typical:,.0f} tok/s, slowest tenth {slow:,.0f} (at least {THROUGHPUT_SPREAD:.0%} of the median)",
         _end(evidence),
     )
 
 
-def typical_throughput(evidence: Evidence) -> float | None:
-    """Median tokens per second of the whole group, over the steps after the warm-up."""
-    ends = evidence.step_ends.get(0, [])
-    speeds = [beat.toks_per_s for beat in ends[WARM_UP_STEPS:] or ends if beat.toks_per_s]
-    speeds = speeds or [row.toks_per_s for row in evidence.training]
-    return median(speeds) if speeds else None
+def throughput_over_floor(evidence: Evidence) -> Finding:
+    measured = _typical_throughput(evidence)
+    if measured is None:
+        return failed("no throughput was recorded")
+    return pass_if(measured >= LEAST_TOKENS_PER_S, f"median {measured:,.0f} tok/s, at least {LEAST_TOKENS_PER_S}")
+
+
+def throughput_near_estimate(evidence: Evidence) -> Finding:
+    """Allow 20% on both sides: too fast points to a wrong model, too slow to a wrong setting."""
+    estimate = evidence.info.get("estimate_toks_per_s")
+    if not estimate:
+        return not_measured("run.info holds no measured estimate for this machine (tamis estimate makes one)")
+    measured = _typical_throughput(evidence)
+    if measured is None:
+        return failed("no throughput was recorded")
+    return pass_if(
+        abs(measured / estimate - 1) <= ESTIMATE_TOLERANCE,
+        f"median {measured:,.0f} tok/s, {measured / estimate:.0%} of the estimate {estimate:,.0f} (±20%)",
+    )
 
 
 def data_keeps_up(evidence: Evidence) -> Finding:
     ends = evidence.step_ends.get(0, [])[WARM_UP_STEPS:]
     timed = [(beat.dt_fetch_s, beat.dt_step_s) for beat in ends if beat.dt_fetch_s is not None and beat.dt_step_s]
     if not timed:
-        return not_measured("no step after the warm-up tells its fetch time")
+        return not_measured("no step after the warm-up has a fetch time")
     share = sum(fetch for fetch, _ in timed) / sum(step for _, step in timed)  # type: ignore[misc]
     slowest = max(fetch for fetch, _ in timed)
-    return judged(share <= LARGEST_FETCH_SHARE, f"{share:.1%} of the time waits for data; longest {slowest:.2f} s")
+    return pass_if(share <= LARGEST_FETCH_SHARE, f"{share:.1%} of the time waits for data; longest {slowest:.2f} s")
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def _typical_throughput(evidence: Evidence) -> float | None:
+    """Median tokens per second of all ranks together, over the steps after the warm-up."""
+    ends = evidence.step_ends.get(0, [])
+    speeds = [beat.toks_per_s for beat in ends[WARM_UP_STEPS:] or ends if beat.toks_per_s]
+    speeds = speeds or [row.toks_per_s for row in evidence.training]
+    return median(speeds) if speeds else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
     """Nearest-rank percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(percent / 100 * len(ordered)) - 1)]

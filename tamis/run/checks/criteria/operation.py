@@ -1,4 +1,4 @@
-"""Criteria on how a run went as an operation: alarms, errors in the log, length, resumption. From artifacts alone."""
+"""Criteria on the operation of a run: alarms, watchdog, errors in the log, logs, duration, resumption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, failed, judged, not_measured, passed, utc
+from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed, utc
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
 
@@ -18,9 +18,9 @@ ERRORS_IN_LOG = re.compile(
 
 
 def no_alarms(evidence: Evidence) -> Finding:
-    """The watchdog saw nothing that made it stop the run."""
+    """Require that no alarm stopped the run."""
     if not evidence.events:
-        return not_measured("no events.jsonl: nobody watched this run")
+        return not_measured("no events.jsonl: this run had no supervisor and no watchdog")
     alarms = [event for event in evidence.events if _details(event).get("severity") in ("halt", "stall")]
     if alarms:
         return failed(f"{alarms[0]['event']} at {utc(alarms[0]['ts'])}: {alarms[0]['reason']}", at=alarms[0]["ts"])
@@ -28,7 +28,7 @@ def no_alarms(evidence: Evidence) -> Finding:
 
 
 def watchdog_was_on(evidence: Evidence) -> Finding:
-    """A supervisor that watches says so when it starts workers; a watchdog of its own writes under its own name."""
+    """Accept a supervisor whose start event has `watch` set, or a separate watchdog's own events."""
     watched = [event for event in evidence.events if event.get("by") == "watchdog" or _details(event).get("watch")]
     if not watched:
         return failed("no supervisor or watchdog that watches wrote to events.jsonl")
@@ -41,7 +41,7 @@ def started_without_errors(evidence: Evidence) -> Finding:
     bad = next((beat for beats in evidence.beats.values() for beat in beats if beat.phase == "failed"), None)
     if bad:
         return failed(f"rank {bad.rank} failed at step {bad.step}: {bad.detail or 'no detail'}", at=bad.ts)
-    return judged(evidence.last_step > 0, f"{evidence.last_step} steps and no failed phase", evidence.last_beat.ts)
+    return pass_if(evidence.last_step > 0, f"{evidence.last_step} steps and no failed phase", evidence.last_beat.ts)
 
 
 def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
@@ -57,26 +57,33 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
     return passed(f"none in {count} lines of {len(evidence.logs)} log(s)")
 
 
+def logs_are_on(evidence: Evidence) -> Finding:
+    events = list(evidence.directory.tensorboard.glob("events.out.tfevents.*"))
+    board = sum(path.stat().st_size for path in events)
+    rows = len(evidence.training)
+    return pass_if(board > 0 and rows > 0, f"training.csv {rows} rows, TensorBoard {board} bytes")
+
+
 def ran_long_enough(evidence: Evidence) -> Finding:
-    """Asked of the pilot, a run on GPUs; a showcase of a minute, or a run that still goes on, has not broken it."""
-    hours = trained_hours(evidence)
+    """Require two hours of a pilot on GPUs; a run on the CPU or one still under way is not measured."""
+    hours = _trained_hours(evidence)
     if hours is None:
         return failed("no step was finished")
     sentence = f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}"
-    if hours < PILOT_HOURS and not ran_on_gpus(evidence):
+    if hours < PILOT_HOURS and not _ran_on_gpus(evidence):
         return not_measured(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
     if hours < PILOT_HOURS and RunLock(evidence.directory.trainer_lock).is_held():
         return not_measured(f"{sentence}, and it is still running: judge it again later")
-    return judged(hours >= PILOT_HOURS, sentence)
+    return pass_if(hours >= PILOT_HOURS, sentence)
 
 
-def ran_on_gpus(evidence: Evidence) -> bool:
-    """By the heartbeats: what the machine had is not always what the run used."""
+def _ran_on_gpus(evidence: Evidence) -> bool:
+    """True if the heartbeats hold GPU memory; the machine's GPUs may not be what the run used."""
     return any(beat.gpu_mem_alloc_gib is not None for beats in evidence.step_ends.values() for beat in beats)
 
 
-def trained_hours(evidence: Evidence) -> float | None:
-    """From the first finished step to the last, pauses between two processes left out."""
+def _trained_hours(evidence: Evidence) -> float | None:
+    """Hours from the first finished step to the last, without the pauses between two processes."""
     ends = evidence.step_ends.get(0, [])
     if not ends:
         return None
@@ -84,11 +91,11 @@ def trained_hours(evidence: Evidence) -> float | None:
 
 
 def resume_succeeded(evidence: Evidence) -> Finding:
-    """A later process went on after the steps of an earlier one, and did not start again at step 1."""
+    """Require a later process that continued after an earlier one's steps, not at step 1."""
     firsts = _first_steps_by_process(evidence.step_ends.get(0, []))
     later = [beat for beat in firsts[1:] if beat.step > 1]
     if later:
-        return passed(f"a new process went on at step {later[-1].step}", later[-1].ts)
+        return passed(f"a new process continued at step {later[-1].step}", later[-1].ts)
     if len(firsts) > 1:
         return failed(f"{len(firsts)} processes, each began at step 1")
     return not_measured("this run was never interrupted and resumed")
