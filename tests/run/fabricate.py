@@ -1,4 +1,4 @@
-"""A run directory as a real run leaves it, made in a moment: the real writers, with a clock that is turned by hand."""
+"""Fabricate a run directory with the real writers and a simulated clock."""
 
 import math
 import time
@@ -23,14 +23,14 @@ GPUS = [Gpu(i, "NVIDIA A100 80GB PCIe", 81_920, 60_000, 96 - i, "570.1") for i i
 
 @dataclass
 class Story:
-    """What happens in the run; the defaults are a healthy, finished one."""
+    """What happens in the run; the defaults are a healthy, finished run."""
 
     steps: int = 60
-    planned_steps: int | None = None  # more than steps: still under way, or cut off
+    planned_steps: int | None = None  # more than steps: still running, or cut off
     processes: int = 2
     step_s: float = 0.5
     save_every: int = 20
-    ending: str | None = "done"  # done, halted, failed, or None: no goodbye
+    ending: str | None = "done"  # done, halted, failed, or None: no final beat
     pid: int = DEAD_PID
     starts_at: float = 1_780_000_000.0
     entropy: float = 0.9
@@ -42,7 +42,7 @@ class Story:
 
 
 def fabricate(out: Path, story: Story | None = None, config: Config | None = None, **changes) -> RunDirectory:
-    """The directory of a run that went as the story says; `config` in place of the story's small one."""
+    """Make the directory of a run that follows the story; `config` replaces the story's small one."""
     story = story or Story(**changes)
     run, config = RunDirectory(out).create(), config or config_of(out, story)
     clock = story.starts_at

@@ -63,7 +63,7 @@ def phase_passed(number: int) -> Callable[[Evidence], Finding]:
             return failed(sentence)
         done, wanted = _steps_of(records[-1]["directory"]), PHASES[number].steps
         if done is None or (wanted is not None and done < wanted):
-            return not_measured(f"a rehearsal of {done} steps, {wanted} are asked for: {sentence}")
+            return not_measured(f"run with {done} steps only, {wanted} are required: {sentence}")
         return passed(f"{done} steps, {sentence}")
 
     return measure

@@ -1,7 +1,7 @@
-"""`tamis handoff RUN`: one tar with everything a successor needs, every file listed with its sha256, and no secret.
+"""`tamis handoff RUN`: one tar with everything a successor needs, every file listed with its sha256, without secrets.
 
-Only files named here go in. Text passes through the redaction; the checkpoint is verified before it is packed, and the
-finished bundle is read back and verified.
+Only files named here go in. All text is redacted, the checkpoint is verified before it is packed, and the finished
+bundle is read back and verified.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.records import write_text_atomic
 from tamis.run.find import existing_run
 from tamis.run.handover.redaction import redactor
-from tamis.run.handover.report import page
+from tamis.run.handover.report import report_page
 
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"
 WEIGHTS_TIMEOUT_S = 600
-JUDGED = ("go_no_go", "preflight")
+VERDICTS = ("go_no_go", "preflight")
 
 Say = Callable[[str], None]
 
@@ -47,16 +47,18 @@ def write_bundle(
     repository: Path | None = None,
     say: Say = print,
 ) -> int:
-    """Write and verify the bundle; 0 when it is complete and verified, 1 when something is missing from it.
+    """Write and verify the bundle. Returns 0 if it is complete and verified, 1 if something is missing.
 
-    `output` defaults to a file with the time in its name, beside the run directory. Raises NoSuchRun.
+    `output` defaults to a file next to the run directory, with the time in its name. Raises NoSuchRun.
     """
     directory = existing_run(run_dir)
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
     output.parent.mkdir(parents=True, exist_ok=True)
     say(f"collecting, judging and packing {directory.path} …")
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".handoff_") as scratch:  # a rename away from its place
+    with tempfile.TemporaryDirectory(
+        dir=output.parent, prefix=".handoff_"
+    ) as scratch:  # same file system as output: a rename moves it
         folder = Path(scratch) / output.stem
         folder.mkdir()
         missing = collect(directory, folder, os.environ if environment is None else environment, repository, say)
@@ -73,7 +75,7 @@ def write_bundle(
 def collect(
     directory: RunDirectory, folder: Path, environment: Mapping[str, str], repository: Path | None, say: Say
 ) -> list[str]:
-    """Fill the folder; returns a sentence for each thing a handoff should have and this run does not."""
+    """Fill the folder; returns a sentence for each required thing that this run does not have."""
     evidence = read_evidence(directory)
     repository = repository or Path.cwd()
     redact = redactor(environment)
@@ -88,7 +90,7 @@ def collect(
     every = [finding for findings in results.values() for finding in findings]
     title = f"Success criteria, run of {evidence.span}"
     write_findings(folder / "criteria", title, [replace(f, evidence=redact(f.evidence)) for f in every])
-    (folder / "report.html").write_text(page(evidence, results, redact), encoding="utf-8")
+    (folder / "report.html").write_text(report_page(evidence, results, redact), encoding="utf-8")
     (folder / "README.txt").write_text(_readme(evidence, verdict(every), missing), encoding="utf-8")
     write_sums(folder)
     return missing
@@ -98,11 +100,11 @@ REQUIRED = ("run.info", "config.yaml", "env.json", "training.csv", "metrics.json
 
 
 def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
-    """The allow-list: where each file is, and its name in the bundle."""
+    """The allow-list: each file's path and its name in the bundle."""
     run = evidence.directory
     plain = [run.run_info, run.config_yaml, run.env_json, run.metrics_json, run.training_csv, run.val_csv, run.events]
     plain += [usage_csv(run), run.anomaly]
-    plain += [run.path / f"{stem}.{suffix}" for stem in JUDGED for suffix in ("json", "txt")]
+    plain += [run.path / f"{stem}.{suffix}" for stem in VERDICTS for suffix in ("json", "txt")]
     plain += [file for path in run.heartbeats().values() for file in (previous_file(path), path)]
     files = {path: path.name for path in plain}
     files |= {path: f"logs/{path.parent.name}/{path.name}" for path in evidence.logs}
@@ -117,7 +119,7 @@ def copy_redacted(source: Path, target: Path, redact: Callable[[str], str]) -> N
 
 
 def pack(folder: Path, output: Path) -> None:
-    """A plain tar (weights do not compress), put in place only when it is whole."""
+    """Write an uncompressed tar (weights do not compress) and move it into place when it is complete."""
     temporary = output.with_name(output.name + ".part")
     with tarfile.open(temporary, "w") as bundle:
         bundle.add(folder, arcname=folder.name, filter=_anonymous)
@@ -131,7 +133,7 @@ def write_sums(folder: Path) -> None:
 
 
 def verify_bundle(path: Path) -> list[str]:
-    """Read the bundle back; a sentence for each file that is not as its sum says."""
+    """Read the bundle back; returns a sentence for each file that differs from its sum."""
     with tarfile.open(path) as bundle:
         members = {member.name.partition("/")[2]: member for member in bundle if member.isfile()}
         found = {name: _sum_of(bundle, member) for name, member in members.items() if name != SUMS}
@@ -152,7 +154,7 @@ def _add_checkpoint(directory: RunDirectory, folder: Path, say: Say) -> list[str
 
 
 def _link(source: Path, target: Path) -> None:
-    """Gigabytes are linked, not copied; a link also stays when retention removes the original meanwhile."""
+    """Hard-link instead of copying gigabytes; the link survives when retention removes the original."""
     if source.is_dir():
         shutil.copytree(source, target, copy_function=_link_file)
     else:
@@ -167,7 +169,7 @@ def _link_file(source: str | Path, target: str | Path) -> None:
 
 
 def _write_weights(checkpoint: Path, target: Path) -> str | None:
-    """The weights alone, made in a child process because it needs torch; a reason when it could not."""
+    """Write the weights alone, in a child process because it needs torch; returns the reason when that fails."""
     command = [sys.executable, "-m", "tamis", "convert", str(checkpoint), str(target), "--kind", "safetensors"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WEIGHTS_TIMEOUT_S)
@@ -200,7 +202,7 @@ def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """User names of this machine are nobody's business."""
+    """Remove user and group names of this machine."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

@@ -1,4 +1,4 @@
-"""The curves of a run as named series of (step, value), thinned to what a screen or a page can show."""
+"""Curves of a run as named series of (step, value), thinned to what a screen or a page can show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: means of equal stretches, and the last point as it is. What is not finite is left out."""
+    """Reduce to `most` points: means of equal stretches, and the last point unchanged. Drops non-finite values."""
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if len(finite) <= most:
         return finite
@@ -25,7 +25,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[floa
 
 
 class Logged(Protocol):
-    """What holds the logged rows: the evidence of a run, or a snapshot of it."""
+    """Holder of the logged rows: the evidence of a run, or a snapshot of it."""
 
     @property
     def training(self) -> list[TrainingRow]: ...
@@ -79,7 +79,7 @@ def share_curves(evidence: Evidence) -> Series:
 
 
 def utilisation_curves(evidence: Evidence) -> Series:
-    """Over minutes since the first sample, not over steps: the GPUs know no steps."""
+    """Utilisation over minutes since the first sample: the samples carry no step."""
     start = evidence.usage[0].ts if evidence.usage else 0.0
     series: Series = {}
     for sample in evidence.usage:

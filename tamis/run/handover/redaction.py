@@ -1,4 +1,4 @@
-"""Takes secrets out of text that leaves the machine: the values of secret-looking variables, and known token shapes."""
+"""Redact text that leaves the machine: values of variables with secret-looking names, and known token formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tamis.run.files.environment import RECORDED_VARIABLES
 REDACTED = "[redacted]"
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 SHORTEST_SECRET = 8  # a shorter value would match ordinary words
-SECRET_SHAPES = {  # a word that must be there, and the shape around it; the word alone is quick to look for
+SECRET_SHAPES = {  # a literal that is quick to search for, and the pattern around it
     "hf_": r"\bhf_[A-Za-z0-9]{16,}",
     "sk-": r"\bsk-[A-Za-z0-9_-]{16,}",
     "gh": r"\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}",
@@ -25,7 +25,7 @@ SECRET_SHAPES = {  # a word that must be there, and the shape around it; the wor
 
 
 def redactor(environment: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that replaces in a text what must not be told."""
+    """Return a function that replaces secrets in a text."""
     secrets = sorted({value for name, value in environment.items() if _is_secret(name, value)}, key=len, reverse=True)
 
     def redact(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What an operator should know at once, from the same rules the watchdog follows."""
+"""Alerts of the monitor, from the same rules that the watchdog applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import MIB, free_disk_mib
 from tamis.run.files.heartbeat import Heartbeat
-from tamis.run.monitor.ranks import RankView, State
+from tamis.run.monitor.ranks import RankView, State, activity
 from tamis.run.supervise.health_rules import judge_health
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import Limits, judge, limits_for, patience
@@ -31,7 +31,7 @@ def find_alerts(
     ranks: list[RankView],
     state: State,
 ) -> list[Alert]:
-    """Problems first."""
+    """Return alerts, problems first."""
     limits = limits_for(config) if config else Limits()
     history = RunHistory()
     history.add(beat for of_rank in beats.values() for beat in of_rank)
@@ -56,7 +56,7 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
 
 
 def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:
-    """Loss, gradient, gates, memory and speed. The history has not waited, so that nothing counts as silent here."""
+    """Judge loss, gradient, gates, memory and speed. The history's clock never ticked, so no rank counts as silent."""
     alarms = [*judge_health(history, limits), *judge(history, {}, limits)]
     return [Alert("note" if alarm.severity == "note" else "problem", alarm.reason) for alarm in alarms]
 
@@ -64,12 +64,12 @@ def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:
 def _silent_ranks(history: RunHistory, ranks: list[RankView], limits: Limits) -> list[Alert]:
     alerts = []
     for view in ranks:
-        where = f"{view.phase} of step {view.step}"
+        last = activity(view.phase, view.step)
         limit = patience(history.ranks[view.rank], limits)
         if not view.is_alive and view.phase not in ("done", "halted", "failed"):
-            alerts.append(Alert("problem", f"rank {view.rank} (pid {view.pid}) is dead, last seen in {where}"))
+            alerts.append(Alert("problem", f"rank {view.rank} (pid {view.pid}) is dead; its last heartbeat: {last}"))
         elif view.age_s > limit:
-            silence = f"silent for {view.age_s:.0f} s in {where} (limit {limit:.0f} s)"
+            silence = f"silent for {view.age_s:.0f} s (limit {limit:.0f} s); its last heartbeat: {last}"
             alerts.append(Alert("problem", f"rank {view.rank} is {silence}"))
     return alerts
 

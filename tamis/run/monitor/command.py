@@ -1,4 +1,4 @@
-"""`tamis monitor`: the run as a live screen, or once as text or JSON. Never writes, and never disturbs the run."""
+"""`tamis monitor`: show a run as a live screen, or once as text or JSON. Reads only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ UNHEALTHY = ("crashed", "failed")
 
 
 def show_run(run_dir: str | Path, *, once: bool = False, as_json: bool = False, every_s: float = 2.0) -> int:
-    """Show the run. Once or as JSON, the exit code tells: 0 healthy, 1 crashed, failed or with a problem.
+    """Show the run. As text or JSON, return 1 if it crashed, failed or has a problem, else 0.
 
-    Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a run that is not there
-    yet; where nobody can wait, NoSuchRun is raised.
+    Without a terminal (a pipe, a cron job) the text is printed once. The live screen waits for a run that does not
+    exist yet; text and JSON raise NoSuchRun.
     """
     if as_json or once or not sys.stdout.isatty():
         return _show_once(run_dir, as_json)
-    from tamis.run.monitor.screen import MonitorScreen  # textual is only needed, and only installed, where people look
+    from tamis.run.monitor.screen import MonitorScreen  # textual is an optional dependency
 
     MonitorScreen(lambda: read_snapshot(run_dir), every_s=every_s).run()
     return 0
@@ -32,8 +32,8 @@ def show_run(run_dir: str | Path, *, once: bool = False, as_json: bool = False, 
 
 def _show_once(run_dir: str | Path, as_json: bool) -> int:
     snapshot = read_snapshot(run_dir)
-    if as_json:  # a document, whatever there is
-        print(json.dumps(_speakable(asdict(snapshot)), indent=2), flush=True)
+    if as_json:  # a document even when there is no run
+        print(json.dumps(_finite_or_text(asdict(snapshot)), indent=2), flush=True)
     existing_run(run_dir)
     if not as_json:
         print(snapshot_text(snapshot))
@@ -41,10 +41,10 @@ def _show_once(run_dir: str | Path, as_json: bool) -> int:
     return 1 if problems or snapshot.state in UNHEALTHY else 0
 
 
-def _speakable(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
+def _finite_or_text(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON lacks, with text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {name: _speakable(item) for name, item in value.items()}
-    return [_speakable(item) for item in value] if isinstance(value, list) else value
+        return {name: _finite_or_text(item) for name, item in value.items()}
+    return [_finite_or_text(item) for item in value] if isinstance(value, list) else value

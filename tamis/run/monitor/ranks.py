@@ -1,4 +1,4 @@
-"""Each rank's last sign of life, and what the run as a whole is doing."""
+"""State of each rank from its last heartbeat, and state of the whole run."""
 
 from __future__ import annotations
 
@@ -44,30 +44,47 @@ def rank_view(rank: int, beats: list[Heartbeat], now: float) -> RankView:
     )
 
 
+ACTIVITIES = {  # {step}: the step a phase belongs to
+    "boot": "starting",
+    "loader_ready": "waiting for the first batch",
+    "compile": "compiling",
+    "step_start": "fetching the batch of step {step}",
+    "progress": "training step {step}",
+    "step_end": "finished step {step}",
+    "eval": "evaluating at step {step}",
+    "checkpoint": "saving at step {step}",
+}
+
+
+def activity(phase: str, step: int) -> str:
+    """A heartbeat phase in words, as `training step 38`."""
+    return ACTIVITIES.get(phase, phase + " at step {step}").format(step=step)
+
+
 def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str]:
-    """What the run is doing, in a word and in a sentence."""
+    """State of the run in a word and in a sentence."""
     if not ranks:
         return "starting", _before_the_first_beat(directory)
     phases = {rank.phase for rank in ranks}
     where = f"step {min(rank.step for rank in ranks)}"
     if "failed" in phases:
         culprit = next(rank for rank in ranks if rank.phase == "failed")
-        return "failed", f"rank {culprit.rank} failed at {where}: {culprit.detail or 'train.log says why'}"
+        return "failed", f"rank {culprit.rank} failed at {where}: {culprit.detail or 'see train.log'}"
     if phases == {"done"}:
         return "done", f"all steps are done, {where}"
     if phases == {"halted"}:
         return "halted", f"halted at {where}, with a checkpoint; launch again to resume"
     if not any(rank.is_alive for rank in ranks):
         if _owner_lives(directory):
-            return "restarting", f"no worker is alive after {where}; the launch that is under way starts new ones"
+            return "restarting", f"no worker is alive after {where}; the launch is starting new ones"
         return "crashed", f"no worker is alive after {where}; launch again to resume"
-    return "running", f"{ranks[0].phase} of {where}"
+    return "running", activity(ranks[0].phase, min(rank.step for rank in ranks))
 
 
 def _before_the_first_beat(directory: RunDirectory) -> str:
     if _owner_lives(directory):
-        return "no heartbeat yet: the launch is at its checks, or its workers are starting"
-    return f"no heartbeat yet, and nothing is being launched here{_last_preflight(directory)}"
+        return "no heartbeat yet: the launch is running its checks or starting workers"
+    return f"no heartbeat yet, and no launch is under way here{_last_preflight(directory)}"
 
 
 def _last_preflight(directory: RunDirectory) -> str:
@@ -75,10 +92,10 @@ def _last_preflight(directory: RunDirectory) -> str:
         verdict = json.loads((directory.path / "preflight.json").read_text(encoding="utf-8"))["verdict"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-    return f"; the last preflight said {verdict}"
+    return f"; the last preflight was {verdict}"
 
 
 def _owner_lives(directory: RunDirectory) -> bool:
-    """A supervisor, or a launch that still checks and rehearses."""
+    """True if a supervisor, or a launch still at its checks or phases, is alive."""
     owners = [RunLock(lock).owner() or {} for lock in (directory.lock, directory.launch_lock)]
     return any(isinstance(pid := owner.get("pid"), int) and psutil.pid_exists(pid) for owner in owners)

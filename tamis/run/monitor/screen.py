@@ -1,6 +1,6 @@
 """The live screen of `tamis monitor`: curves and panels, refreshed from the run directory. Reads only.
 
-On a wide terminal all panels stand side by side; on a narrow one, one page at a time under the status.
+A wide terminal shows all panels side by side; a narrow one shows one page at a time under the status.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Curves(PlotextPlot):
         self.refresh()
 
     def _set_scales(self, points: list[tuple[float, float]]) -> None:
-        """Steps are whole numbers, and a speed is seen truly only against zero."""
+        """Label whole steps, and start the axis of a speed at zero."""
         if not points:
             return
         first, last = min(points)[0], max(points)[0]
@@ -67,7 +67,7 @@ class Curves(PlotextPlot):
 
 
 class MonitorScreen(App[None]):
-    """`read` gives the next snapshot; the screen never touches the run itself."""
+    """The app; `read` returns the next snapshot."""
 
     CSS = """
     Static { text-wrap: nowrap; text-overflow: ellipsis; }
@@ -84,7 +84,7 @@ class MonitorScreen(App[None]):
     .-narrow.on-curves .curves, .-narrow.on-ranks .ranks, .-narrow.on-gpus .gpus, .-narrow.on-gates .gates,
     .-narrow.on-log .log { display: block; }
     """
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012  declared by textual as an instance's
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012  textual declares it on the instance
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "page('curves')", "Curves"),

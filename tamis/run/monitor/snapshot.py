@@ -1,6 +1,6 @@
-"""The state of a run at one moment, read from its directory: what every view of the monitor shows. Reads only.
+"""The state of a run at one moment, read from its directory for every view of the monitor. Reads only.
 
-It answers at any time: before the directory exists, before the first step, while it runs, and long after.
+It works at any time: before the directory exists, before the first step, while the run trains, and long after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tamis.run.checks.findings import utc
 from tamis.run.eta import Progress, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
-from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
+from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
 from tamis.run.files.manifest import read_manifest
@@ -66,7 +66,7 @@ class Snapshot:
     taken_at: str
     state: State
     headline: str  # one sentence
-    launch_phase: int | None = None  # 0 to 2 while a launch by phases rehearses
+    launch_phase: int | None = None  # 0 to 2 during the phases before production
     model: str | None = None
     parameters: int | None = None
     dataset: str | None = None
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequence[Gpu] | None = None) -> Snapshot:
-    """Everything the monitor knows. `now` and `gpus` are the machine's own unless given."""
+    """Read everything the monitor shows. `now` and `gpus` default to the machine's own."""
     now = time.time() if now is None else now
     alerts: list[Alert] = []
     if gpus is None:
@@ -111,13 +111,13 @@ def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequen
 
 
 def _others(path: Path) -> str:
-    """A name may be mistyped: the runs there are, for whoever waits here."""
+    """Name the existing runs, in case the path is mistyped."""
     runs = runs_near(path)
     return f"; runs here: {', '.join(map(str, runs))}" if runs else ""
 
 
 def active_directory(out: RunDirectory) -> RunDirectory:
-    """Where the run is now: a rehearsal of phases 0 to 2 under OUT/phases, or OUT itself."""
+    """The directory written last: that of a phase under OUT/phases, or OUT itself."""
     candidates = [out, *map(RunDirectory, sorted((out.path / "phases").glob("phase*_*")))]
     return max(candidates, key=_last_written)
 
@@ -195,12 +195,12 @@ def _step_times(ends: list[Heartbeat]) -> StepTimes:
 
 
 def _latest(ends: list[Heartbeat], name: str) -> float | None:
-    """The newest value of a field that not every beat carries."""
+    """Newest value of a field that not every beat has."""
     return next((value for beat in reversed(ends) if (value := getattr(beat, name)) is not None), None)
 
 
 def _rows_of_beats(ends: list[Heartbeat]) -> list[TrainingRow]:
-    """Curves before the second logged row come from the heartbeats, which hold every step."""
+    """Rows from the heartbeats, which hold every step, for the time before the second logged row."""
     return [
         TrainingRow(beat.step, beat.loss, beat.lr or 0.0, beat.toks_per_s or 0.0)
         for beat in ends
@@ -225,6 +225,6 @@ def _checkpoint_views(directory: RunDirectory) -> list[CheckpointView]:
         try:
             manifest = read_manifest(directory.manifest(step))
         except ValueError:
-            continue  # the alerts name it
-        views.append(CheckpointView(step, manifest["bytes"] / 2**20, str(manifest.get("time", ""))))
+            continue  # listed by the alerts
+        views.append(CheckpointView(step, manifest["bytes"] / MIB, str(manifest.get("time", ""))))
     return views

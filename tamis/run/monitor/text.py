@@ -1,4 +1,4 @@
-"""The monitor in plain lines, panel by panel: for --once, for narrow terminals, and inside the live screen."""
+"""The monitor as plain lines, panel by panel: for --once and for the panels of the live screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN_CHECKPOINTS = 6
 
 
 def snapshot_text(snapshot: Snapshot) -> str:
-    """Everything, one panel after the other; empty panels are left out."""
+    """All panels in order; empty ones are left out."""
     panels = {
         "": status_lines(snapshot),
         "step time": time_lines(snapshot),
@@ -71,7 +71,7 @@ def time_lines(snapshot: Snapshot) -> list[str]:
 
 
 def rank_lines(snapshot: Snapshot) -> list[str]:
-    """What is acted on first (kill -USR1 PID): a narrow panel cuts the end, memory in use and reserved."""
+    """One line per rank. The pid, needed for kill -USR1, comes early because a narrow panel cuts the end."""
     if not snapshot.ranks:
         return []
     return ["rank     pid   step   age phase              GiB", *map(_rank_line, snapshot.ranks)]
@@ -82,7 +82,7 @@ def gpu_lines(snapshot: Snapshot) -> list[str]:
 
 
 def gate_lines(snapshot: Snapshot) -> list[str]:
-    """Shares of the three branches; entropy ln 3 is where gates start."""
+    """Shares of the three branches and their entropy, which starts at ln 3."""
     if not snapshot.gates:
         return []
     lines = ["layer  cmp   sel   win   entropy"]
@@ -109,7 +109,7 @@ def event_lines(snapshot: Snapshot) -> list[str]:
 
 
 def newest_events_first(snapshot: Snapshot) -> list[str]:
-    """For a panel that has not room for all."""
+    """Event lines in reverse, for a panel too small for all."""
     return event_lines(snapshot)[::-1]
 
 

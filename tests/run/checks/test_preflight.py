@@ -1,4 +1,4 @@
-"""The preflight refuses with evidence and remedy, and never lets a child process wedge it."""
+"""The preflight refuses with evidence and remedy, and no child process can block it."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def test_a_failed_check_makes_the_exit_code_one_and_prints_the_remedy(tmp_path):
     assert "NO-GO" in lines[-1]
 
 
-def test_without_a_gpu_what_needs_one_is_not_measured_rather_than_passed(tmp_path):
+def test_gpu_checks_are_not_measured_without_a_gpu(tmp_path):
     found = {check.name: check.apply(subject(tmp_path)).status for check in MACHINE_CHECKS}
     assert found["driver matches torch"] == found["GPUs are there and free"] == "not measured"
 
@@ -80,7 +80,7 @@ def test_a_driver_older_than_torch_needs_is_refused(tmp_path, monkeypatch, cuda,
     assert result_of("driver matches torch", subject(tmp_path, [gpu], device="auto")).status == status
 
 
-def test_a_gpu_somebody_else_uses_is_refused_by_name(tmp_path):
+def test_a_gpu_in_use_by_another_process_is_refused_by_name(tmp_path):
     busy = Gpu(1, "Card 80", 81_920, 60_000, 90, "580.1")
     found = result_of("GPUs are there and free", subject(tmp_path, [FREE_GPU, busy], device="auto"))
     assert found.status == "fail"
@@ -96,7 +96,7 @@ def test_too_little_disk_is_refused_with_what_is_needed(tmp_path, monkeypatch):
     assert "train.keep_checkpoints" in found.remedy
 
 
-def test_keeping_every_checkpoint_needs_room_for_all_of_them(tmp_path):
+def test_keeping_every_checkpoint_needs_space_for_all_of_them(tmp_path):
     of = subject(tmp_path)
     train = of.config.train.model_copy(update={"keep_checkpoints": 0, "steps": 50_000, "save_every": 5_000})
     of = Subject(of.config.model_copy(update={"train": train}), of.config_file, [])
@@ -108,7 +108,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path):
     found = result_of("out_dir can be written", subject(tmp_path))
     assert found.status == "fail"
     assert "train.out_dir" in found.remedy
-    assert result_of("out_dir has no other owner", subject(tmp_path)).status == "pass"  # that is not what is wrong
+    assert result_of("out_dir has no other owner", subject(tmp_path)).status == "pass"  # the owner is not the problem
 
 
 def test_a_run_directory_with_a_living_owner_is_refused(tmp_path):
@@ -138,7 +138,7 @@ def test_a_child_that_hangs_is_ended_and_reported(tmp_path, monkeypatch):
     assert "no answer within 0.2 s" in said
 
 
-def test_each_result_of_the_self_check_becomes_a_line(tmp_path, monkeypatch):
+def test_each_result_of_tamis_verify_becomes_a_line(tmp_path, monkeypatch):
     results = [
         {"name": "attention out", "passed": True, "measured": 1e-6, "limit": 1e-5, "detail": ""},
         {"name": "causality", "passed": False, "measured": 0.3, "limit": 0.0, "detail": "layer 2"},
@@ -153,12 +153,12 @@ def test_each_result_of_the_self_check_becomes_a_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "stdout", ["", "[]", "{}", '{"checks": []}', "not json", '{"checks": [{"name": "attention out"}]}']
 )
-def test_a_self_check_without_readable_results_is_a_failure(tmp_path, monkeypatch, stdout):
+def test_a_verification_without_readable_results_fails(tmp_path, monkeypatch, stdout):
     monkeypatch.setattr(preflight, "_child", answer(0, stdout))
     assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["fail"]
 
 
-def test_a_self_check_that_crashes_after_good_results_is_a_failure(tmp_path, monkeypatch):
+def test_a_verification_that_crashes_after_good_results_fails(tmp_path, monkeypatch):
     results = [{"name": "attention out", "passed": True, "measured": 0, "limit": 1, "detail": ""}]
     monkeypatch.setattr(preflight, "_child", answer(139, json.dumps({"checks": results})))
     assert "fail" in [finding.status for finding in preflight.model_is_right(subject(tmp_path))]
@@ -172,7 +172,7 @@ def test_collectives_are_tried_only_across_several_gpus(tmp_path, monkeypatch):
     assert "ncclSystemError" in found.evidence
 
 
-def test_without_kernels_their_agreement_is_not_measured_rather_than_passed(tmp_path, monkeypatch):
+def test_kernel_agreement_is_not_measured_without_kernels(tmp_path, monkeypatch):
     results = [{"name": "causality", "passed": True, "measured": 0.0, "limit": 0.0, "detail": ""}]
     monkeypatch.setattr(preflight, "_child", answer(0, json.dumps({"checks": results})))
     assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["not measured", "pass"]
@@ -184,7 +184,7 @@ def test_the_real_data_path_is_tried_in_a_child(tmp_path):
     assert "held-out" in found.evidence
 
 
-def test_data_that_is_not_there_is_refused_in_the_loaders_own_words(tmp_path):
+def test_missing_data_is_refused_with_the_message_of_the_loader(tmp_path):
     of = subject(tmp_path)
     data = of.config.data.model_copy(update={"dataset": "fineweb_edu_local", "local_path": str(tmp_path / "nowhere")})
     of.config_file.write_text(of.config.model_copy(update={"data": data}).to_yaml())

@@ -1,4 +1,4 @@
-"""Criteria pass only on what was measured, fail on a breach, and say so when nothing can be known."""
+"""Criteria pass only on measurements, fail on a breach, and are not measured when the files show nothing."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_no_criterion_passes_an_empty_directory(nothing):
             assert criterion.apply(nothing).status != "pass", criterion.name
 
 
-def test_a_healthy_run_meets_what_a_healthy_run_can_meet(healthy):
+def test_a_short_healthy_run_passes_what_it_measured(healthy):
     statuses = {f.name: f.status for findings in judge_runbooks(healthy).values() for f in findings}
     assert statuses["loss is falling"] == "pass"
     assert statuses["first 100 steps: throughput"] == "pass"
@@ -55,7 +55,7 @@ def test_a_healthy_run_meets_what_a_healthy_run_can_meet(healthy):
     assert statuses["phase 1: no stall, finite, steady, balanced"] == "not measured"
 
 
-def test_two_hours_are_asked_of_a_pilot_on_gpus_alone(tmp_path, healthy):
+def test_two_hours_are_required_only_of_a_pilot_on_gpus(tmp_path, healthy):
     on_cpu = {r: [replace(b, gpu_mem_alloc_gib=None) for b in beats] for r, beats in healthy.beats.items()}
     found = operation.ran_long_enough(replace(healthy, beats=on_cpu))
     assert found.status == "not measured"
@@ -64,7 +64,7 @@ def test_two_hours_are_asked_of_a_pilot_on_gpus_alone(tmp_path, healthy):
     assert operation.ran_long_enough(long).status == "pass"
 
 
-def test_a_run_that_still_goes_on_has_not_failed_to_last(tmp_path):
+def test_the_duration_of_a_running_run_is_not_measured(tmp_path):
     run = fabricate(tmp_path, steps=5)
     with RunLock(run.trainer_lock) as lock:
         lock.acquire("train")
@@ -73,7 +73,7 @@ def test_a_run_that_still_goes_on_has_not_failed_to_last(tmp_path):
     assert operation.ran_long_enough(read_evidence(run)).status == "fail"
 
 
-def test_a_run_shorter_than_a_criterion_is_told_apart_from_one_that_is_not_there_yet(tmp_path):
+def test_a_criterion_distinguishes_a_short_run_from_one_not_that_far_yet(tmp_path):
     def why(**story) -> str:
         findings = judge_runbooks(read_evidence(fabricate(tmp_path / str(story["planned_steps"]), steps=5, **story)))
         return next(f.evidence for f in findings["Launch plan (runbook 1)"] if f.name.startswith("first 500"))
@@ -124,7 +124,7 @@ def test_step_times_must_be_steady(healthy, slow_every, factor, status):
     assert training.step_times_steady(replace(healthy, beats={0: beats})).status == status
 
 
-def test_steps_that_grow_slower_and_slower_are_not_steady(healthy):
+def test_steps_that_become_slower_are_not_steady(healthy):
     beats = [replace(beat, dt_step_s=0.1 + beat.step / 100) for beat in healthy.beats[0]]
     assert training.step_times_steady(replace(healthy, beats={0: beats})).status == "fail"
 
@@ -140,7 +140,7 @@ def test_gpus_must_be_busy_and_balanced(healthy, percents, status):
 @pytest.mark.parametrize(
     ("estimate", "status"), [(1024, "pass"), (900, "pass"), (1400, "fail"), (500, "fail"), (None, "not measured")]
 )
-def test_throughput_is_held_to_the_measured_estimate_on_both_sides(healthy, estimate, status):
+def test_throughput_must_be_near_the_estimate_on_both_sides(healthy, estimate, status):
     evidence = replace(healthy, info=healthy.info | {"estimate_toks_per_s": estimate})
     assert training.throughput_near_estimate(evidence).status == status
 
@@ -220,7 +220,7 @@ def test_a_resume_is_seen_in_the_heartbeats(tmp_path):
     assert "step 21" in found.evidence
 
 
-def test_a_resume_that_started_again_at_step_one_fails(tmp_path):
+def test_a_resume_that_starts_at_step_one_fails(tmp_path):
     run = fabricate(tmp_path, steps=20, ending=None)
     fabricate(tmp_path, Story(steps=20, pid=77, starts_at=1_780_001_000.0))
     assert operation.resume_succeeded(read_evidence(run)).status == "fail"
@@ -234,7 +234,7 @@ def test_an_nccl_error_in_the_log_is_quoted(tmp_path):
     assert "DistBackendError" in found.evidence
 
 
-def test_judging_stores_the_evidence_and_tells_by_its_exit_code(tmp_path):
+def test_judging_stores_the_evidence_and_a_failure_gives_exit_code_one(tmp_path):
     run = fabricate(tmp_path / "out", steps=5)
     assert judge_run(run.path) == 1
     stored = json.loads((run.path / "judgement.json").read_text())
@@ -249,7 +249,7 @@ def test_a_directory_without_a_run_is_neither_judged_nor_written_to(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_written_files_are_read_up_to_the_break(tmp_path):
+def test_half_written_files_are_read_up_to_the_last_complete_line(tmp_path):
     run = fabricate(tmp_path, steps=10)
     with open(run.training_csv, "a") as file:
         file.write("11,2.")
@@ -260,7 +260,7 @@ def test_half_written_files_are_read_up_to_the_break(tmp_path):
     assert len(evidence.events) == 1
 
 
-def test_nothing_but_measured_lines_can_make_a_go():
+def test_a_go_needs_measured_lines():
     unknown, good, bad = Finding("not measured", "?"), Finding("pass", "1"), Finding("fail", "0")
     assert not is_go([unknown])
     assert not is_go([])
@@ -271,7 +271,7 @@ def test_nothing_but_measured_lines_can_make_a_go():
     assert verdict([unknown]) == "OPEN (0 passed, 1 not measured)"
 
 
-def test_there_is_no_go_before_what_it_needs_was_measured():
+def test_a_go_needs_every_needed_line_measured():
     def judge(status):
         return Criterion("phase 1", lambda _: Finding(status, "?"), is_needed=True).apply(None)
 

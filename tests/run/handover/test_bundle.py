@@ -1,4 +1,4 @@
-"""The bundle is complete, verified, allow-listed, and carries no secret."""
+"""The bundle is complete, verified, allow-listed and free of secrets."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SHAPED = ("hf_planted0sixsecretsecret", "https://me:planted0seven@hub.invalid/x"
 
 @pytest.fixture(autouse=True)
 def no_torch_needed(monkeypatch):
-    """Loading and converting checkpoints needs torch and is proven elsewhere; here the conversion writes a stand-in."""
+    """Replace loading and conversion of checkpoints, which need torch and have their own tests."""
     monkeypatch.setattr(bundle, "_write_weights", lambda checkpoint, target: target.write_bytes(b"w") and None)
     books = [
         runbooks.Runbook(book.title, tuple(c for c in book.criteria if "loaded" not in c.name))
@@ -43,7 +43,7 @@ def no_torch_needed(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path) -> RunDirectory:
-    """A finished run, launched as `tamis run` does: its log beside others under train_runs."""
+    """A finished run, launched as `tamis run` does: its log next to others under train_runs."""
     run = fabricate(tmp_path / "out", steps=45)
     write_json_atomic(run.env_json, describe_environment([], os.environ | SECRETS))
     write_json_atomic(run.metrics_json, {"loss": 2.2})
@@ -120,7 +120,7 @@ def test_a_changed_byte_in_the_bundle_is_found(run, tmp_path):
     assert verify_bundle(output) == ["damaged: checkpoint_step40.pt"]
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
+def test_a_damaged_newest_checkpoint_is_skipped_and_named(run, tmp_path):
     run.checkpoint(40).write_bytes(b"damaged")
     code, output, said = bundle_of(run, tmp_path)
     assert code == 0
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(run, tmp_path):
     assert any("checkpoint_step40.pt is not used" in line for line in said)
 
 
-def test_what_is_missing_is_said_on_screen_in_the_readme_and_by_the_exit_code(run, tmp_path, monkeypatch):
+def test_missing_files_are_named_on_screen_and_in_the_readme_with_exit_code_one(run, tmp_path, monkeypatch):
     run.env_json.unlink()
     monkeypatch.setattr(bundle, "_write_weights", lambda checkpoint, target: "the converter is not there")
     code, output, said = bundle_of(run, tmp_path)
@@ -153,14 +153,14 @@ def test_no_user_name_of_this_machine_is_in_the_bundle(run, tmp_path):
         assert {(member.uname, member.uid) for member in tar} == {("", 0)}
 
 
-def test_a_bundle_leaves_the_run_as_it_was(run, tmp_path):
+def test_writing_a_bundle_leaves_the_run_unchanged(run, tmp_path):
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     bundle_of(run, tmp_path)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".handoff_*"))
 
 
-def test_a_run_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_run_is_refused(tmp_path):
     with pytest.raises(NoSuchRun, match="does not exist"):
         write_bundle(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
@@ -171,6 +171,6 @@ def test_a_secret_value_never_survives_redaction(text, secret):
     assert secret not in redactor({"API_TOKEN": secret})(text[:100] + secret + text[100:]).replace("[redacted]", "")
 
 
-def test_ordinary_text_passes_unchanged():
+def test_redaction_leaves_ordinary_text_unchanged():
     text = "step 5/10 | loss 2.2 | norm 1.1, see https://pytorch.org/docs and task-with-a-long-hyphenated-name\n"
     assert redactor({"HOME": "step 5/10 text", "MY_KEY": "short"})(text) == text

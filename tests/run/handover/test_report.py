@@ -1,4 +1,4 @@
-"""The report is one page that draws its curves in a real browser without any network, and never runs foreign markup."""
+"""The report is one page that draws its curves in a real browser without network access, and escapes all text."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tamis.run.checks.evidence import read_evidence
 from tamis.run.checks.findings import Finding
-from tamis.run.handover.report import page
+from tamis.run.handover.report import report_page
 from tests.run.fabricate import fabricate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -26,11 +26,11 @@ RESULTS = {"Pilot": [Finding("pass", "5.1 → 2.2", name="loss is falling"), Fin
 def written(tmp_path_factory) -> Path:
     run = fabricate(tmp_path_factory.mktemp("run"), steps=40)
     path = run.path / "report.html"
-    path.write_text(page(read_evidence(run), RESULTS), encoding="utf-8")
+    path.write_text(report_page(read_evidence(run), RESULTS), encoding="utf-8")
     return path
 
 
-def test_the_page_loads_nothing_from_anywhere(written):
+def test_the_page_loads_nothing_from_elsewhere(written):
     text = written.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     for tag in ("<script src", "<link", "<img", "<iframe", "@import"):
@@ -43,15 +43,15 @@ def test_the_tables_hold_criteria_facts_and_checkpoints(written):
         assert shown in text
 
 
-def test_what_a_run_wrote_cannot_become_markup(tmp_path):
+def test_text_from_a_run_cannot_become_markup(tmp_path):
     run = fabricate(tmp_path, steps=3)
     nasty = "</script><script>alert(1)</script>"
     findings = {nasty: [Finding("pass", nasty, name=nasty)]}
-    assert nasty not in page(read_evidence(run), findings)
+    assert nasty not in report_page(read_evidence(run), findings)
 
 
 def test_an_empty_directory_still_gives_a_page(tmp_path):
-    assert "Nothing was logged" in page(read_evidence(tmp_path), {})
+    assert "Nothing was logged" in report_page(read_evidence(tmp_path), {})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")

@@ -1,4 +1,4 @@
-"""The monitor answers at any time: before the run, during it, after it, and after a crash."""
+"""The monitor works at any time: before the run, during it, after it, and after a crash."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import newest_events_first, rank_lines, snapshot_text
 from tests.run.fabricate import GPUS, Story, fabricate
 
-STARTING = "no heartbeat yet: the launch is at its checks, or its workers are starting"
+STARTING = "no heartbeat yet: the launch is running its checks or starting workers"
 
 
 def live(out: Path, **changes) -> RunDirectory:
@@ -44,26 +44,26 @@ def text_of(run_dir: Path) -> str:
     return snapshot_text(read_snapshot(run_dir, gpus=[]))
 
 
-def test_before_the_directory_exists_it_waits(tmp_path):
+def test_the_state_is_missing_before_the_directory_exists(tmp_path):
     snapshot = read_snapshot(tmp_path / "later", gpus=[])
     assert snapshot.state == "missing"
     assert "does not exist yet" in snapshot_text(snapshot)
 
 
-def test_before_the_first_heartbeat_it_says_that_the_workers_start(tmp_path):
+def test_the_state_is_starting_before_the_first_heartbeat(tmp_path):
     assert read_snapshot(tmp_path, gpus=[]).state == "starting"
 
 
-def test_a_launch_that_was_refused_is_not_taken_for_one_that_starts(tmp_path):
+def test_a_refused_launch_is_not_shown_as_starting(tmp_path):
     (tmp_path / "preflight.json").write_text('{"verdict": "NO-GO (2 failed)"}')
-    expected = "no heartbeat yet, and nothing is being launched here; the last preflight said NO-GO (2 failed)"
+    expected = "no heartbeat yet, and no launch is under way here; the last preflight was NO-GO (2 failed)"
     assert read_snapshot(tmp_path, gpus=[]).headline == expected
     with RunLock(RunDirectory(tmp_path).lock) as lock:
         lock.acquire("launch")
         assert read_snapshot(tmp_path, gpus=[]).headline == STARTING
 
 
-def test_a_launch_at_its_checks_is_neither_taken_for_nothing_nor_for_a_crash(tmp_path):
+def test_a_launch_at_its_checks_is_shown_as_starting_or_restarting(tmp_path):
     out = RunDirectory(tmp_path / "out").create()
     with RunLock(out.launch_lock) as lock:
         lock.acquire("launch by phases")
@@ -74,7 +74,7 @@ def test_a_launch_at_its_checks_is_neither_taken_for_nothing_nor_for_a_crash(tmp
     assert read_snapshot(out.path, gpus=[]).state == "crashed"
 
 
-def test_before_the_first_step_there_is_no_eta(tmp_path):
+def test_there_is_no_eta_before_the_first_step(tmp_path):
     live(tmp_path)
     run = RunDirectory(tmp_path)
     boots = [line for line in run.heartbeat(0).read_text().splitlines() if '"boot"' in line]
@@ -101,7 +101,7 @@ def test_a_run_under_way_shows_its_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["done", "halted", "failed"])
-def test_an_ended_run_is_shown_as_what_it_is_without_an_eta(tmp_path, ending):
+def test_an_ended_run_has_its_ending_as_state_and_no_eta(tmp_path, ending):
     fabricate(tmp_path, ending=ending)
     snapshot = read_snapshot(tmp_path, gpus=[])
     assert snapshot.state == ending
@@ -109,12 +109,12 @@ def test_an_ended_run_is_shown_as_what_it_is_without_an_eta(tmp_path, ending):
     assert snapshot.training
 
 
-def test_a_run_whose_workers_are_gone_without_a_word_crashed(tmp_path):
+def test_a_run_whose_workers_vanished_has_crashed(tmp_path):
     fabricate(tmp_path, ending=None)
     assert read_snapshot(tmp_path, gpus=[]).state == "crashed"
 
 
-def test_a_crash_under_a_living_supervisor_is_a_restart(tmp_path):
+def test_a_crash_under_a_living_supervisor_is_shown_as_restarting(tmp_path):
     run = fabricate(tmp_path, ending=None)
     with RunLock(run.lock) as lock:
         lock.acquire("launch")
@@ -123,7 +123,7 @@ def test_a_crash_under_a_living_supervisor_is_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"once": True}, {"as_json": True}])
-def test_a_directory_that_holds_no_run_is_refused_where_nobody_can_wait(tmp_path, options):
+def test_text_and_json_refuse_a_directory_without_a_run(tmp_path, options):
     with pytest.raises(NoSuchRun, match="holds no run"):
         show_run(tmp_path, **options)
 
@@ -146,12 +146,12 @@ def test_halt_anomaly_and_unfinished_checkpoint_are_alerts_problems_first(tmp_pa
     assert {"lunch" in alert.text or "step 40" in alert.text for alert in alerts[1:]} == {True}
 
 
-def test_the_numbers_are_judged_by_the_watchdogs_rules(tmp_path):
+def test_alerts_come_from_the_rules_of_the_watchdog(tmp_path):
     fabricate(tmp_path, entropy=0.1)
     assert any("gates have collapsed" in alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts)
 
 
-def test_a_lost_gpu_is_an_alert_and_the_monitor_goes_on(tmp_path, monkeypatch):
+def test_a_lost_gpu_is_an_alert_and_the_monitor_continues(tmp_path, monkeypatch):
     def lost():
         raise GpuLost("GPU 1 does not answer")
 
@@ -161,7 +161,7 @@ def test_a_lost_gpu_is_an_alert_and_the_monitor_goes_on(tmp_path, monkeypatch):
     assert read_snapshot(tmp_path / "later").alerts
 
 
-def test_it_follows_a_launch_into_its_rehearsals_and_back(tmp_path):
+def test_the_monitor_follows_a_launch_into_its_phases_and_back(tmp_path):
     fabricate(tmp_path / "phases" / "phase1_20260101-000000", steps=5)
     assert read_snapshot(tmp_path, gpus=[]).launch_phase == 1
     assert "launch phase 1 of 3" in text_of(tmp_path)
@@ -179,7 +179,7 @@ def test_broken_files_do_not_stop_the_monitor(tmp_path):
     assert text_of(tmp_path)
 
 
-def test_once_prints_text_and_its_exit_code_tells_of_trouble(tmp_path, capsys):
+def test_once_prints_text_and_a_crashed_run_gives_exit_code_one(tmp_path, capsys):
     fabricate(tmp_path / "good")
     fabricate(tmp_path / "bad", ending=None)
     assert show_run(tmp_path / "good", once=True) == 0
@@ -187,7 +187,7 @@ def test_once_prints_text_and_its_exit_code_tells_of_trouble(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("DONE")
 
 
-def test_json_is_one_document_even_with_numbers_json_lacks(tmp_path, capsys):
+def test_json_output_is_valid_with_nan_and_infinity(tmp_path, capsys):
     run = fabricate(tmp_path)
     run.val_csv.write_text("step,loss,ppl\n20,nan,inf\n")
     show_run(tmp_path, as_json=True)
@@ -197,7 +197,7 @@ def test_json_is_one_document_even_with_numbers_json_lacks(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("size", "page"), [((80, 24), "ranks"), ((160, 50), "curves")])
-def test_the_screen_shows_every_panel_it_has_room_for(tmp_path, size, page):
+def test_the_screen_shows_every_panel_that_fits(tmp_path, size, page):
     live(tmp_path)
 
     async def look() -> tuple[str, list[str]]:
@@ -239,7 +239,7 @@ def test_a_panel_too_small_for_all_events_shows_the_newest(tmp_path):
     assert newest_events_first(read_snapshot(tmp_path, gpus=[]))[0].endswith("the newest")
 
 
-def test_the_screen_keeps_up_with_a_run_that_begins_while_it_is_open(tmp_path):
+def test_the_screen_shows_a_run_that_starts_while_it_is_open(tmp_path):
     async def look() -> list[str]:
         app = MonitorScreen(lambda: read_snapshot(tmp_path / "out", gpus=[]), every_s=3600)
         async with app.run_test(size=(80, 24)) as pilot:
@@ -290,5 +290,5 @@ def test_an_eta_ignores_restarts_and_jumping_clocks(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "unknown until measured"), (42, "0:42"), (11_112, "3:05:12"), (184_200, "2 d 03:10")]
 )
-def test_durations_are_written_for_people(seconds, text):
+def test_durations_are_readable(seconds, text):
     assert duration_text(seconds) == text
