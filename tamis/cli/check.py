@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import CHECK, Words, loading_torch, resolve, resolve_for_this_machine
+from tamis.cli.common import CHECK, Words, loading_torch, resolve, resolve_for_this_machine, split
 from tamis.cli.help import Verb, Verbs
 from tamis.cli.waiting import announced
 from tamis.config import ConfigError, load_config
@@ -16,6 +16,10 @@ from tamis.run.files.exit_codes import ExitCode
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")]
+# For the processes that `tamis check` and `tamis run` start: their file already contains what variables set.
+Resolved = Annotated[bool, typer.Option("--resolved", hidden=True, help="ignore environment variables")]
 
 config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show or check a configuration.")
 app.add_typer(config_app, name="config", rich_help_panel=CHECK)
@@ -45,21 +49,18 @@ def check(
 
 
 @verb()
-def verify(
-    words: Words = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")] = False,
-) -> None:
-    """Prove the attention kernels against the reference on this device, and that the model is causal.
+def verify(words: Words = None, json: Json = False, resolved: Resolved = False) -> None:
+    """Compare the attention kernels with the reference on this device, and check that the model is causal.
 
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
-    resolved = resolve(words)
+    config = load_config(split(words)[0]) if resolved else resolve(words)
     if not json:
         loading_torch()
-    from tamis.train.tools.selfcheck import report
+    from tamis.train.tools.selfcheck import run_selfcheck
 
-    with announced(f"proving a fresh {resolved.model.name} on this device"):
-        code = report(resolved, json)
+    with announced(f"checking a fresh {config.model.name} on this device"):
+        code = run_selfcheck(config, json)
     raise typer.Exit(code)
 
 
@@ -102,7 +103,8 @@ def causality(
 def estimate(
     words: Words = None,
     processes: Annotated[int, typer.Option(min=1, help="GPUs the run will use")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")] = False,
+    json: Json = False,
+    resolved: Resolved = False,
 ) -> None:
     """What a run will cost, from a few measured steps: speed, memory, time, disk, and what would be better.
 
@@ -110,13 +112,13 @@ def estimate(
 
     Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
     """
-    resolved = resolve_for_this_machine(words)
+    config = load_config(split(words)[0]) if resolved else resolve_for_this_machine(words)
     if not json:
         loading_torch()
-    from tamis.train.tools.estimate import report
+    from tamis.train.tools.estimate import run_estimate
 
-    with announced(f"measuring a few steps of {resolved.model.name}"):
-        code = report(resolved, processes, json)
+    with announced(f"measuring a few steps of {config.model.name}"):
+        code = run_estimate(config, processes, json)
     raise typer.Exit(code)
 
 

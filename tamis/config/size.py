@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from tamis.config import Config
 
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
+TRAINING_BYTES_PER_PARAMETER = 16  # those, and the fp32 gradient
+
 
 def parameter_count(config: Config) -> int:
     """Parameters the optimizer steps, padding of the vocabulary included."""

@@ -172,7 +172,7 @@ def estimated_toks_per_s(job: Launch) -> float | None:
         start = [sys.executable, "-m"]
         if job.processes > 1:
             start += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(job.processes), "-m"]
-        command = [*start, "tamis.train.tools.estimate", "--config", str(config_file), "--json"]
+        command = [*start, "tamis", "estimate", str(config_file), "--json", "--resolved"]
         _say("measuring a few steps for the estimate …")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.config import Config
-from tamis.config.size import parameter_count
+from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, parameter_count
 from tamis.run.checks.findings import Criterion, Finding, failed, not_measured, pass_if, passed
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import MIB, Gpu, free_disk_mib
 from tamis.run.files.lock import RunLock
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 LOGS_MIB = 1024  # room for heartbeats, TensorBoard and logs
 FOREIGN_GPU_MIB = 2048  # more than a driver and a desktop use: another process computes there
 OLDEST_PLAUSIBLE_TIME = 1_767_225_600  # 2026-01-01: an earlier date means that the clock is wrong

@@ -74,7 +74,7 @@ def data_is_reachable(subject: Subject) -> Finding:
 
 def model_is_right(subject: Subject) -> list[Finding]:
     """Compare kernels with the reference, and test causality and the random-token floor, on the training device."""
-    answer = _child([*TAMIS, "verify", str(subject.config_file), "--json"], "verify")
+    answer = _child([*TAMIS, "verify", str(subject.config_file), "--json", "--resolved"], "verify")
     if isinstance(answer, str):
         return [Finding("fail", answer, name=MODEL, remedy=VERIFY_REMEDY)]
     try:

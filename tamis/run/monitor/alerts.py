@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tamis.config import Config
-from tamis.config.size import parameter_count
-from tamis.run.checks.machine import CHECKPOINT_BYTES_PER_PARAMETER
+from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, parameter_count
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import MIB, free_disk_mib

@@ -1,1 +1,1 @@
-"""Verbs that build the model without training it: probe, estimate, profile, causality, self-check."""
+"""Verbs that build the model without a run: estimate, profile, causality, verify."""

@@ -1,6 +1,6 @@
-"""`tamis causality`: nothing of the future reaches the past. Three tests of the whole model; `full` adds the edges.
+"""`tamis causality`: no output depends on later tokens. Three tests of the whole model; `full` adds edge lengths.
 
-The model is the configuration's own, freshly initialised: what is proved is the code, on this device.
+The model is the configured one, freshly initialised: the tests check the code on this device, not trained weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tamis.train.tools.selfcheck import Result, selfcheck
 
 REPORTS = Path("artifacts/test-reports")
 DECODED = 16  # tokens decoded one by one through the caches
-AGREEMENT = 1e-3  # of float32 logits, relative: another order of summation, not another answer
+AGREEMENT = 1e-3  # of float32 logits, relative: differences in the order of summation
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What will be tried, said before it is: on a CPU one takes up to a minute."""
+    """A group of tests with a description to print first: on a CPU one takes up to a minute."""
 
     what: str
     results: Callable[[], list[Result]]
 
 
 def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> int:
-    """Run, print and store the tests; 0 only if every one passed."""
+    """Run the tests, print and store the results; returns 0 if all passed, else 1."""
     device = choose_device(config, 0)
     lines = [f"causality of {config.model.name} ({config.model.attention}) on {device_name(device)}"]
     if device.type == "cpu":
@@ -56,7 +56,7 @@ def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> in
 
 
 def _run(trials: Sequence[Trial], title: str, lines: list[str]) -> bool:
-    """Say what is tried and each result as it comes, and keep the results; whether all passed."""
+    """Print each trial and its results, add the results to `lines`; returns whether all passed."""
     results: list[Result] = []
     for number, trial in enumerate(trials, start=1):
         print(f"     {number}/{len(trials)} trying {trial.what} …", flush=True)
@@ -79,7 +79,7 @@ def _say(line: str, lines: list[str]) -> None:
 
 
 def _fresh_model(config: Config, device: torch.device) -> tuple[Decoder, Tensor]:
-    """And random tokens for the longest test."""
+    """Return a fresh model, and random tokens for the longest test."""
     torch.manual_seed(config.train.seed)
     longest = 4 * config.nsa.w + config.nsa.l + 1
     model = Decoder(config, max_len=longest).to(device).eval()
@@ -87,7 +87,7 @@ def _fresh_model(config: Config, device: torch.device) -> tuple[Decoder, Tensor]
 
 
 def _three_tests(model: Decoder, tokens_1S: Tensor) -> list[Trial]:
-    tokens = tokens_1S[:, : 2 * model.config.nsa.w + 5]  # beyond the window, and a multiple of nothing
+    tokens = tokens_1S[:, : 2 * model.config.nsa.w + 5]  # longer than the window, and not a multiple of any block size
     length = f"at {tokens.shape[1]:,} tokens"
     return [
         Trial(f"another future, {length}", partial(_autocast, future_does_not_change_past, model, tokens)),
@@ -121,7 +121,7 @@ def _autocast(test: Callable[[Decoder, Tensor], Result], model: Decoder, tokens_
 
 @torch.no_grad()
 def future_does_not_change_past(model: Decoder, tokens_1S: Tensor) -> Result:
-    """Change every token from some place on, at several places: nothing before it may move by a single bit."""
+    """Change all tokens from a position on, for several positions: no earlier output may change by a single bit."""
     length = tokens_1S.shape[1]
     before = model(tokens_1S)[0]
     past = future = 0.0
@@ -135,7 +135,7 @@ def future_does_not_change_past(model: Decoder, tokens_1S: Tensor) -> Result:
 
 
 def no_gradient_from_past_to_future(model: Decoder, tokens_1S: Tensor) -> Result:
-    """The loss of the first half has a gradient at every earlier input and exactly none at a later one."""
+    """Check that the loss of the first half has a gradient at every earlier input and exactly zero at later ones."""
     half = tokens_1S.shape[1] // 2
     kept: list[Tensor] = []
     hook = model.embedding.register_forward_hook(partial(_keep_with_gradient, kept))
@@ -158,7 +158,7 @@ def _keep_with_gradient(kept: list[Tensor], module: object, inputs: object, outp
 
 @torch.no_grad()
 def decode_equals_forward(model: Decoder, tokens_1S: Tensor) -> Result:
-    """Read most tokens into the caches, the rest one by one: the same logits as one pass over all of them."""
+    """Prefill most tokens and decode the rest one by one: the logits must equal those of one forward pass."""
     length = tokens_1S.shape[1]
     start = max(1, length - DECODED)
     expected = model.logits(model(tokens_1S)[0][:, start - 1 :])

@@ -1,4 +1,4 @@
-"""Do the processes reach each other? One all-reduce across all ranks, as the preflight starts it through torchrun."""
+"""One all-reduce across all ranks: checks that the processes reach each other. The preflight runs it by torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ELEMENTS = 1 << 20  # large enough that NCCL takes the path gradients take
 
 
 def check_all_reduce() -> str:
-    """The result as a sentence; a wrong sum is an error, a rank that does not answer runs into the time limit."""
+    """Return the result as a sentence; a wrong sum raises, a rank that does not answer runs into the timeout."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

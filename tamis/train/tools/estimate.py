@@ -1,39 +1,34 @@
-"""`tamis estimate`: what a run will cost, from a short measured probe on this device, before it starts.
+"""`tamis estimate`: what a run will cost, from a few measured steps on this device, before it starts.
 
-python -m tamis.train.tools.estimate --config configs/m7c_125m_80g.yaml --json
-torchrun --nproc_per_node=2 -m tamis.train.tools.estimate --config configs/m7c_125m_80g.yaml
+torchrun --nproc_per_node=2 -m tamis estimate configs/m7c_125m_80g.yaml   # measures the exchange of gradients too
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from tamis.config import Config, load_config
-from tamis.config.size import parameter_count
+from tamis.config import Config
+from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, TRAINING_BYTES_PER_PARAMETER, parameter_count
 from tamis.train.console import duration
 from tamis.train.distributed import Ranks, choose_device, join
 from tamis.train.mfu import Utilisation
 from tamis.train.tools.probe import GIB, measure, random_batches
 
 PROBE_STEPS, WARMUP = 8, 3
-STATE_BYTES = 12  # per parameter in a checkpoint: weight and two moments, fp32
-TRAINING_BYTES = 16  # per parameter in memory: those and the gradient
-SMALL_MICRO_BATCH = 16384  # tokens; below it a large GPU waits for launches and small matrices
+SMALL_MICRO_BATCH = 16384  # tokens; with fewer, a large GPU is bound by launches and small matrices
 USABLE = 0.85  # share of a GPU's memory that a suggestion may fill
 
 
 @dataclass(frozen=True)
 class Estimate:
     device: str
-    toks_per_s: float  # of all processes; measured by one alone, if they scale perfectly
+    toks_per_s: float  # of all processes; extrapolated linearly when one process measures alone
     step_ms: float
     mfu: float | None
     peak_gib: float | None
@@ -47,13 +42,13 @@ class Estimate:
 
 
 def estimate(config: Config, processes: int = 1, ranks: Ranks | None = None) -> Estimate:
-    """By this process alone for `processes` of them, or by all `ranks` together, exchange of gradients included."""
+    """Measure with this process alone and scale to `processes`, or with all `ranks`, which exchange gradients."""
     device = ranks.device if ranks else choose_device(config, 0)
     processes = ranks.world_size if ranks else processes
     measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, ranks)
     rate = measured.tokens_per_s(config)
     tokens = config.tokens_per_step(processes)
-    checkpoint = parameter_count(config) * STATE_BYTES / GIB
+    checkpoint = parameter_count(config) * CHECKPOINT_BYTES_PER_PARAMETER / GIB
     kept = config.train.keep_checkpoints or config.train.steps // config.train.save_every
     needed, free = checkpoint * (kept + 1), _free_gib(Path(config.train.out_dir))
     advice = _memory_advice(config, device, measured.peak_gib)
@@ -76,12 +71,12 @@ def estimate(config: Config, processes: int = 1, ranks: Ranks | None = None) -> 
 
 
 def _memory_advice(config: Config, device: torch.device, peak_gib: float | None) -> list[str]:
-    """A micro-batch that leaves most of the GPU idle, and the size that would fill it."""
+    """Suggest a larger micro-batch where this one leaves most of the GPU idle."""
     train = config.train
     if peak_gib is None or train.batch_size * train.seq_len >= SMALL_MICRO_BATCH:
         return []
     total = torch.cuda.get_device_properties(device).total_memory / GIB
-    fixed = parameter_count(config) * TRAINING_BYTES / GIB
+    fixed = parameter_count(config) * TRAINING_BYTES_PER_PARAMETER / GIB
     per_sequence = max(peak_gib - fixed, 0.01) / train.batch_size
     fits = int((USABLE * total - fixed) / per_sequence)
     better = min(fits, 2 * SMALL_MICRO_BATCH // train.seq_len)
@@ -98,16 +93,16 @@ def _free_gib(path: Path) -> float:
     return shutil.disk_usage(existing).free / GIB
 
 
-def report(config: Config, processes: int = 1, as_json: bool = False) -> int:
-    """Measure and print; 0 unless the checkpoints would not fit on the disk."""
+def run_estimate(config: Config, processes: int = 1, as_json: bool = False) -> int:
+    """Measure and print; returns 1 if the checkpoints would not fit on the disk, else 0."""
     if "RANK" in os.environ:
         with join(config) as ranks:
-            return _report(estimate(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
-    return _report(estimate(config, processes), config, processes, as_json)
+            return _print_estimate(estimate(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
+    return _print_estimate(estimate(config, processes), config, processes, as_json)
 
 
-def _report(result: Estimate, config: Config, processes: int, as_json: bool, speaks: bool = True) -> int:
-    if not speaks:
+def _print_estimate(result: Estimate, config: Config, processes: int, as_json: bool, is_main: bool = True) -> int:
+    if not is_main:
         return 0
     if as_json:
         print(json.dumps(asdict(result)))
@@ -130,17 +125,3 @@ def _lines(e: Estimate, config: Config, processes: int) -> list[str]:
         f"{e.disk_free_gib:.1f} GiB free",
         *(f"warning     {advice}" for advice in e.advice),
     ]
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tamis.train.tools.estimate", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs the run will use")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args(argv)
-    return report(load_config(arguments.config, arguments.overrides), arguments.processes, arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

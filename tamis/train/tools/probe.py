@@ -1,4 +1,4 @@
-"""A short measurement of the real training step: what the estimate before a run and the bench both stand on."""
+"""A short measurement of the real training step, for `tamis estimate` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Measurement:
     peak_gib: float | None  # None on a CPU
 
     def tokens_per_s(self, config: Config) -> float:
-        """Of this one process."""
+        """Return the rate of this one process."""
         return config.tokens_per_step(1) * len(self.step_s) / sum(self.step_s)
 
     def percentile_ms(self, percent: float) -> float:
@@ -36,14 +36,14 @@ class Measurement:
 
 
 class Probe:
-    """A fresh model and its training step, built and compiled once, to be measured on one source of tokens or several.
+    """A fresh model and its training step, built and compiled once, then measured on one or more token sources.
 
-    With `ranks`, as one of them: the gradients then travel as they will in the run.
+    With `ranks`, this process is one of them, and gradients are exchanged as in the run.
     """
 
     def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
         if device.type == "cuda":
-            gc.collect()  # a step and its graph know each other: an earlier one's memory would count as this one's
+            gc.collect()  # a step and its graph form a cycle: an earlier one's memory would count as this one's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         began = time.perf_counter()
@@ -55,7 +55,7 @@ class Probe:
         self._first_step_s = time.perf_counter() - began
 
     def measure(self, next_tokens: NextTokens, steps: int, warmup: int) -> Measurement:
-        """Train for `warmup + steps` steps more, without waiting for the device between them."""
+        """Train for another `warmup + steps` steps, without waiting for the device between them."""
         stamps = []
         for number in range(warmup + steps + 1):
             self._take_step(next_tokens())
@@ -79,12 +79,12 @@ def measure(
     warmup: int,
     ranks: Ranks | None = None,
 ) -> Measurement:
-    """A fresh model, measured on one source of tokens."""
+    """Measure a fresh model on one source of tokens."""
     return Probe(config, device, ranks).measure(next_tokens, steps, warmup)
 
 
 def random_batches(config: Config) -> Iterator[np.ndarray]:
-    """Uniform tokens that lie ready in memory: the step alone is measured, not the data."""
+    """Yield uniform tokens from memory, so that the step is measured without the data."""
     train = config.train
     shape = (4, train.accumulate_grad_batches, train.batch_size, train.seq_len + 1)
     ready = np.random.default_rng(train.seed).integers(config.vocab_size, size=shape, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""`tamis profile`: a few real training steps under PyTorch's profiler; a trace, and a table of where the time goes."""
+"""`tamis profile`: a few real training steps under PyTorch's profiler; writes a trace and a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tamis.run.files.records import write_text_atomic
 from tamis.train.distributed import Ranks, choose_device, device_name
 from tamis.train.step import TrainStep
 
-WARM_UP_STEPS = 3  # compiling and the allocator's first growth are not the steady state
+WARM_UP_STEPS = 3  # before the steady state: compilation, and the allocator's growth
 PARTS = ("fetch", "forward", "compressed", "selection", "selected", "window", "backward", "optimizer")
 ROWS = 30
 
@@ -45,7 +45,7 @@ def profile(config: Config, steps: int, folder: str | Path | None = None) -> int
 
 
 def host_ms_per_step(rows: Iterable[Any], steps: int) -> dict[str, float]:
-    """By part of the step; what a range cost the device comes as another row of the same name, without host time."""
+    """Sum host time by part of the step; a range's device time is another row of the same name, without host time."""
     parts: dict[str, float] = {}
     for row in rows:
         if row.key in PARTS:

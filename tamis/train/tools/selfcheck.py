@@ -1,14 +1,12 @@
-"""Is what will train really a causal language model, on this device? Run before step 1 and by `tamis check`.
+"""`tamis verify`: kernels agree with the reference and the model is causal, on this device.
 
-python -m tamis.train.tools.selfcheck --config configs/m7c_125m_80g.yaml --json
+Also part of `tamis check`; the kernels are checked before step 1 of every run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,20 +14,20 @@ import torch
 from tamis.attention import NSASpec
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.attention.verify import length_like, odd_length, verify
-from tamis.config import Config, load_config
+from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train.distributed import choose_device
 from tamis.train.guards import Anomaly
 from tamis.train.step import COMPUTE_DTYPE, autocast
 
-RANDOM_TOKENS = 4096  # enough that the mean loss is known to a hundredth of a nat
-FLOOR_TOLERANCE = 0.02
+RANDOM_TOKENS = 4096  # enough for a mean loss within a hundredth of a nat
+FLOOR_MARGIN = 0.02  # nats below ln V that so many random tokens may reach by chance
 LONGEST = 1024  # tokens of the causality check; far beyond every block boundary that matters
 
 
 @dataclass(frozen=True)
 class Result:
-    """`passed` compares `measured` with `limit` as the name says."""
+    """One check: `measured` against `limit`."""
 
     name: str
     passed: bool
@@ -42,12 +40,12 @@ def selfcheck(config: Config, device: torch.device) -> list[Result]:
     return [
         *attention_agrees(config, device),
         *attention_agrees(config, device, odd_length(NSASpec.of(config.nsa))),
-        *model_is_honest(config, device),
+        *model_is_causal(config, device),
     ]
 
 
 def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
-    """The kernels against the reference, by default as they train; nothing to compare where the reference computes."""
+    """Compare kernels with the reference, by default at the trained length; empty where the reference computes."""
     dtype = COMPUTE_DTYPE[config.runtime.precision]
     model, spec = config.model, NSASpec.of(config.nsa)
     if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
@@ -58,7 +56,7 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
 
 
 def require_right_attention(config: Config, device: torch.device) -> None:
-    """Refuse to train on kernels that disagree with the reference on this device."""
+    """Raise an Anomaly if the kernels disagree with the reference on this device."""
     wrong = [result for result in attention_agrees(config, device) if not result.passed]
     if wrong:
         named = ", ".join(f"{r.name} {r.measured:.2e} (limit {r.limit:.0e})" for r in wrong)
@@ -66,8 +64,8 @@ def require_right_attention(config: Config, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def model_is_honest(config: Config, device: torch.device) -> list[Result]:
-    """A freshly initialised model of this configuration: the future does not reach the past, and nothing leaks."""
+def model_is_causal(config: Config, device: torch.device) -> list[Result]:
+    """Check a freshly initialised model: the future does not reach the past, and the target does not leak."""
     torch.manual_seed(config.train.seed)
     decoder = Decoder(config).to(device).eval()
     tokens = torch.randint(config.vocab_size, (1, min(config.train.seq_len, LONGEST)), device=device)
@@ -76,7 +74,7 @@ def model_is_honest(config: Config, device: torch.device) -> list[Result]:
 
 
 def _causality(decoder: Decoder, tokens: torch.Tensor) -> Result:
-    """Change every token from the middle on: what comes before must not move by a single bit."""
+    """Change every token from the middle on: no output before it may change by a single bit."""
     middle = tokens.shape[1] // 2
     changed = tokens.clone()
     changed[:, middle:] = (changed[:, middle:] + 1) % decoder.config.vocab_size
@@ -88,16 +86,16 @@ def _causality(decoder: Decoder, tokens: torch.Tensor) -> Result:
 
 
 def _random_token_floor(decoder: Decoder, config: Config, device: torch.device) -> Result:
-    """Uniform random tokens cannot be predicted: a loss below ln V is a leak."""
+    """Uniform random tokens cannot be predicted: a loss below ln V means that the target leaks."""
     length = min(config.train.seq_len, LONGEST)
     rows = max(1, RANDOM_TOKENS // length)
     loss = float(decoder.loss(torch.randint(config.vocab_size, (rows, length + 1), device=device))[0])
-    floor = math.log(config.vocab_size) - FLOOR_TOLERANCE
+    floor = math.log(config.vocab_size) - FLOOR_MARGIN
     return Result("loss on random tokens is not below ln V", loss >= floor, loss, floor, f"{rows * length} tokens")
 
 
-def report(config: Config, as_json: bool = False) -> int:
-    """Run the checks on this device and print each; 0 if all passed."""
+def run_selfcheck(config: Config, as_json: bool = False) -> int:
+    """Run the checks on this device and print each; returns 0 if all passed, else 1."""
     device = choose_device(config, 0)
     results = selfcheck(config, device)
     if as_json:
@@ -107,16 +105,3 @@ def report(config: Config, as_json: bool = False) -> int:
         for r in results:
             print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
     return 0 if all(result.passed for result in results) else 1
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tamis.train.tools.selfcheck", description=__doc__)
-    parser.add_argument("--config", help="YAML file")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args(argv)
-    return report(load_config(arguments.config, arguments.overrides), arguments.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

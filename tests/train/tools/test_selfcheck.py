@@ -33,13 +33,13 @@ def test_a_layer_that_sees_one_token_ahead_fails_causality(monkeypatch: pytest.M
         return out + x.roll(-1, dims=1), gates
 
     monkeypatch.setattr(NSALayer, "forward", leaking)
-    causality, _ = selfcheck.model_is_honest(tiny(), CPU)
+    causality, _ = selfcheck.model_is_causal(tiny(), CPU)
     assert not causality.passed and causality.measured > 0
 
 
 def test_a_model_that_ignores_its_input_does_not_pass_as_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck.Decoder, "forward", lambda self, tokens: (torch.zeros(*tokens.shape, 32), None))
-    causality, _ = selfcheck.model_is_honest(tiny(), CPU)
+    causality, _ = selfcheck.model_is_causal(tiny(), CPU)
     assert not causality.passed
 
 
@@ -54,7 +54,7 @@ def test_a_kernel_that_disagrees_stops_training_with_its_name(monkeypatch: pytes
 def test_training_proves_its_own_length_and_the_checks_an_odd_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[int] = []
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
-    monkeypatch.setattr(selfcheck, "model_is_honest", lambda *_: [])
+    monkeypatch.setattr(selfcheck, "model_is_causal", lambda *_: [])
     monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: proved.append(tokens) or [])
     selfcheck.require_right_attention(tiny(), torch.device("cuda"))
     assert proved == [96]
