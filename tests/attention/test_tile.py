@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
+from tests.attention.devices import (  # isort: skip
+    DEVICE,
+    DTYPES,
+    LIMIT,
+    assert_chosen_alike,
+    poisoned_memory,
+    random_inputs,
+    relative_rmse,
+)
 from tamis.attention import NSASpec, op
 from tamis.attention.decode import Caches, kernel_tile, reference_tile, tile_attention
 from tamis.attention.kernels.start import DeviceStart
@@ -72,7 +80,7 @@ def test_tiles_of_any_size_give_what_one_pass_gives(poisoned_memory, spec, bound
     expected, _ = by_tiles([x.float() for x in inputs], spec, bounds, attend=reference_tile)
     assert relative_rmse(out, one_pass.float()) <= LIMIT[dtype]
     assert relative_rmse(out, expected) <= LIMIT[dtype]
-    assert torch.equal(ids, one_ids)
+    assert_chosen_alike(ids, one_ids, q, keys_and_values[0], spec)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_any_group_batch_and_dim(poisoned_memory, shape) -> None:  # type: ignor
     inputs = inputs_of(spec, 63, **shape)
     (out, ids), (expected, wanted) = (by_tiles(inputs, spec, [43], attend) for attend in (kernel_tile, reference_tile))
     assert relative_rmse(out, expected) <= LIMIT[torch.float32]
-    assert torch.equal(ids, wanted)
+    assert_chosen_alike(ids, wanted, *inputs[:2], spec)
 
 
 def test_a_tile_is_scored_and_listed_in_chunks_like_a_whole_sequence(poisoned_memory, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -116,7 +124,7 @@ def test_a_position_on_the_device_gives_what_its_number_gives(spec: NSASpec) -> 
     where = DeviceStart(latest, torch.tensor([start], device=DEVICE))
     relative = latest - (start - first_key)  # the window's keys begin as far before the tile as they did
     out, ids = kernel_tile(q, (compressed, selected, views[2]), gates, spec, where, relative)
-    assert torch.equal(ids, wanted)
+    assert_chosen_alike(ids, wanted, q, inputs[1], spec, start)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -145,7 +145,8 @@ def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs
     out, lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, at_hand=1, early=early)
     other, other_lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
     assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
-    assert torch.equal(out, other) and torch.equal(lse, other_lse)
+    # The two multiply tiles of different shapes, and a BLAS may add up each shape in its own order: no equal bits.
+    assert relative_rmse(out, other) < LIMIT[torch.float32] and relative_rmse(lse, other_lse) < LIMIT[torch.float32]
 
 
 def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
