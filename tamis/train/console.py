@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from tamis.run.files.console import say, write
 from tamis.run.files.live import LIVE_VARIABLE, REWRITE
 
 Z_LEAST = 10  # with fewer earlier values a z-score means nothing
@@ -19,7 +20,10 @@ RATE_WINDOW = 50  # steps whose median time gives the ETA
 
 
 class Console:
-    """Standard output of one rank. Only rank 0 prints; errors are printed by every rank, with its number."""
+    """Output of one rank. Only rank 0 prints; errors are printed by every rank, with its number.
+
+    Output that cannot be written (full disk, closed pipe, ASCII locale) never ends training.
+    """
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
@@ -31,14 +35,14 @@ class Console:
         if self.rank != 0:
             return
         if self._line_open:
-            sys.stdout.write("\n")
+            write("\n")
             self._line_open = False
-        print(f"[tamis] {text}", flush=True)
+        say(text)
 
     def error(self, text: str) -> None:
         """Print an error of this rank to stderr."""
         who = f" on rank {self.rank}" if self.world_size > 1 else ""
-        print(f"error{who}: {text}", file=sys.stderr, flush=True)
+        write(f"error{who}: {text}\n", sys.stderr)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -53,11 +57,10 @@ class Console:
         if self.live:
             # A line that wraps cannot be rewritten, so it is cut to the terminal; logged lines stay whole.
             shown = f"{text}\n" if is_logged else text[: shutil.get_terminal_size().columns - 1]
-            sys.stdout.write(REWRITE + shown)
-            sys.stdout.flush()
+            write(REWRITE + shown)
             self._line_open = not is_logged
         elif self.rank == 0 and is_logged:
-            print(text, flush=True)
+            write(f"{text}\n")
 
 
 class ZScore:

@@ -25,6 +25,7 @@ from tamis.attention.functional import describe
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import flops_per_token, parameter_count
 from tamis.data import DataError, EndOfData
+from tamis.run.files.console import discard_unwritable_output, say, write
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import describe_environment
 from tamis.run.files.exit_codes import ExitCode
@@ -95,7 +96,7 @@ def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> i
     except Exception:
         if trainer.ranks.world_size == 1:
             raise
-        traceback.print_exc()
+        write(traceback.format_exc(), sys.stderr)
         return ExitCode.CRASH
     finally:
         trainer.close()
@@ -190,7 +191,7 @@ def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
     """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one."""
     if resume != "auto":
         return resume or None
-    step = latest_valid_checkpoint(run)
+    step = latest_valid_checkpoint(run, on_damaged=say)
     return str(run.checkpoint(step)) if step is not None else None
 
 
@@ -203,7 +204,7 @@ def _failed(trainer: Trainer, code: ExitCode, message: str, lasting: bool = Fals
 
 
 def _last_good(run: RunDirectory) -> str:
-    step = latest_valid_checkpoint(run)
+    step = latest_valid_checkpoint(run, on_damaged=say)
     return f"Last good checkpoint: {run.checkpoint(step)}" if step is not None else "There is no checkpoint yet."
 
 
@@ -227,4 +228,6 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    discard_unwritable_output()
+    sys.exit(code)

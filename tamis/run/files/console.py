@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TextIO
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print one line to stdout or `stream` at once. A closed pipe, a full disk or an ASCII locale is no error."""
+    """Print one `[tamis]` line to stdout or `stream`."""
+    write(f"[tamis] {text}\n", stream)
+
+
+def write(text: str, stream: TextIO | None = None) -> None:
+    """Write to stdout or `stream` and flush. A closed pipe, a full disk or an ASCII locale is no error."""
     stream = stream or sys.stdout
-    line = f"[tamis] {text}"
-    try:
+    with contextlib.suppress(OSError):  # the output is gone; the work is not
         try:
-            print(line, file=stream, flush=True)
+            stream.write(text)
         except UnicodeEncodeError:
             encoding = stream.encoding or "ascii"
-            print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
-    except OSError:
-        pass  # the output is gone; the work is not
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
 
 
 def discard_unwritable_output() -> None:
