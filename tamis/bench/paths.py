@@ -23,7 +23,7 @@ from tamis.model import nsa as nsa_layer
 from tamis.run.files.records import write_json_atomic
 from tamis.train.distributed import choose_device, device_name
 from tamis.train.step import COMPUTE_DTYPE, autocast
-from tamis.train.tools.probe import measure, random_batches
+from tamis.train.tools.probe import measure_steps, random_batches
 
 RESULTS = Path("artifacts/bench")
 
@@ -64,7 +64,7 @@ def _measure(path: str, config: Config, device: torch.device, steps: int, warmup
     try:
         with _reference_computes() if path == "reference" else contextlib.nullcontext():
             loss = _first_loss(shaped, device)
-            measured = measure(shaped, device, random_batches(shaped).__next__, steps, warmup)
+            measured = measure_steps(shaped, device, random_batches(shaped).__next__, steps, warmup)
     except torch.OutOfMemoryError:
         return {"path": path, "error": "out of memory"}
     return {

@@ -19,7 +19,7 @@ from tamis.run.files.records import write_atomic
 Kind = Literal["file", "folder", "safetensors"]
 
 
-def convert(source: str | Path, target: str | Path, kind: Kind) -> Path:
+def convert_checkpoint(source: str | Path, target: str | Path, kind: Kind) -> Path:
     """Write the verified checkpoint `source` as another `kind` to `target`, which must not exist; returns its path.
 
     A checkpoint keeps its name, `checkpoint_step{N}.pt`, and gets a manifest, so that a run can resume from it.

@@ -92,10 +92,10 @@ def causality(
     """
     resolved = resolve(words)
     loading_torch()
-    from tamis.train.tools.causality import causality as test
+    from tamis.train.tools.causality import run_causality_tests
 
     with announced(f"testing a fresh {resolved.model.name}"):
-        code = test(resolved, full)
+        code = run_causality_tests(resolved, full)
     raise typer.Exit(code)
 
 

@@ -36,10 +36,10 @@ def profile(
     """
     resolved = resolve(words)
     loading_torch()
-    from tamis.train.tools.profile import profile as profiled
+    from tamis.train.tools.profile import profile_steps
 
     with announced(f"profiling {resolved.model.name}"):
-        code = profiled(resolved, steps, out)
+        code = profile_steps(resolved, steps, out)
     raise typer.Exit(code)
 
 

@@ -96,10 +96,10 @@ def convert(
 
     Example: tamis convert artifacts/m7c_125m/checkpoint_step5000.pt m7c.safetensors
     """
-    from tamis.checkpoint.convert import convert as written
+    from tamis.checkpoint.convert import convert_checkpoint
     from tamis.run.files.manifest import newest_or_itself
 
-    print(f"written: {written(newest_or_itself(checkpoint), target, kind)}")
+    print(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind)}")
 
 
 @data_verb("prepare")

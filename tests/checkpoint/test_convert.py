@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tamis.checkpoint.convert import Kind, convert
+from tamis.checkpoint.convert import Kind, convert_checkpoint
 from tamis.checkpoint.file import read_checkpoint
 from tamis.checkpoint.sharded import TENSORS, flatten
 from tamis.config import Config
@@ -49,8 +49,8 @@ def assert_same_state(a: Path, b: Path) -> None:
 def test_a_checkpoint_survives_the_way_there_and_back(
     tmp_path: Path, checkpoints: dict[Kind, Path], kind: Kind
 ) -> None:
-    there = convert(checkpoints[kind], tmp_path / "there" / "checkpoint_step2.pt", OTHER[kind])
-    back = convert(there, tmp_path / "back" / "checkpoint_step2.pt", kind)
+    there = convert_checkpoint(checkpoints[kind], tmp_path / "there" / "checkpoint_step2.pt", OTHER[kind])
+    back = convert_checkpoint(there, tmp_path / "back" / "checkpoint_step2.pt", kind)
     assert there.is_dir() == (OTHER[kind] == "folder") and back.is_dir() == (kind == "folder")
     assert damage(there.with_suffix(".json")) is None and damage(back.with_suffix(".json")) is None
     assert_same_state(checkpoints[kind], there)
@@ -81,7 +81,7 @@ def test_a_run_goes_on_from_the_other_kind_with_the_same_loss(
 def test_plain_weights_are_those_of_the_checkpoint_with_its_configuration(
     tmp_path: Path, checkpoints: dict[Kind, Path], kind: Kind
 ) -> None:
-    target = convert(checkpoints[kind], tmp_path / "model.safetensors", "safetensors")
+    target = convert_checkpoint(checkpoints[kind], tmp_path / "model.safetensors", "safetensors")
     state, weights = read_checkpoint(checkpoints[kind], CPU), load_file(target)
     assert weights.keys() == state["model"].keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in state["model"].items())
@@ -93,11 +93,11 @@ def test_plain_weights_are_those_of_the_checkpoint_with_its_configuration(
 def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path, checkpoints: dict[Kind, Path]) -> None:
     source = checkpoints["file"]
     with pytest.raises(ValueError, match="must be one of file, folder, safetensors"):
-        convert(source, tmp_path / "x", "zip")  # type: ignore[arg-type]
+        convert_checkpoint(source, tmp_path / "x", "zip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be named checkpoint_step2\.pt"):
-        convert(source, tmp_path / "model.pt", "folder")
+        convert_checkpoint(source, tmp_path / "model.pt", "folder")
     with pytest.raises(ValueError, match="is there already"):
-        convert(source, source, "folder")
+        convert_checkpoint(source, source, "folder")
     with pytest.raises(DamagedCheckpoint, match="there is no such file"):
-        convert(source.with_name("checkpoint_step9.pt"), tmp_path / "x", "safetensors")
+        convert_checkpoint(source.with_name("checkpoint_step9.pt"), tmp_path / "x", "safetensors")
     assert not list(tmp_path.iterdir())

@@ -153,11 +153,11 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "safetensors"])
 def test_what_convert_writes_is_loaded(kind: str, tmp_path: Path) -> None:
-    from tamis.checkpoint.convert import convert
+    from tamis.checkpoint.convert import convert_checkpoint
 
     model = small_model()
     name = "checkpoint_step7.pt" if kind == "folder" else "weights.safetensors"
-    converted = convert(save(tmp_path / "a", model), tmp_path / "b" / name, kind)  # type: ignore[arg-type]
+    converted = convert_checkpoint(save(tmp_path / "a", model), tmp_path / "b" / name, kind)  # type: ignore[arg-type]
     loaded = load_model(converted, device="cpu")
     assert loaded.step == 7
     assert torch.equal(loaded.model.embedding.weight, model.embedding.weight)

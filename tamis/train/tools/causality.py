@@ -36,7 +36,7 @@ class Trial:
     results: Callable[[], list[Result]]
 
 
-def causality(config: Config, full: bool = False, reports: Path = REPORTS) -> int:
+def run_causality_tests(config: Config, full: bool = False, reports: Path = REPORTS) -> int:
     """Run the tests, print and store the results; returns 0 if all passed, else 1."""
     device = choose_device(config, 0)
     lines = [f"causality of {config.model.name} ({config.model.attention}) on {device_name(device)}"]

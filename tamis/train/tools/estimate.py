@@ -18,7 +18,7 @@ from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, TRAINING_BYTES_PER
 from tamis.train.console import duration
 from tamis.train.distributed import Ranks, choose_device, join
 from tamis.train.mfu import Utilisation
-from tamis.train.tools.probe import GIB, measure, random_batches
+from tamis.train.tools.probe import GIB, measure_steps, random_batches
 
 PROBE_STEPS, WARMUP = 8, 3
 SMALL_MICRO_BATCH = 16384  # tokens; with fewer, a large GPU is bound by launches and small matrices
@@ -41,11 +41,11 @@ class Estimate:
     advice: list[str]
 
 
-def estimate(config: Config, processes: int = 1, ranks: Ranks | None = None) -> Estimate:
+def estimate_run(config: Config, processes: int = 1, ranks: Ranks | None = None) -> Estimate:
     """Measure with this process alone and scale to `processes`, or with all `ranks`, which exchange gradients."""
     device = ranks.device if ranks else choose_device(config, 0)
     processes = ranks.world_size if ranks else processes
-    measured = measure(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, ranks)
+    measured = measure_steps(config, device, random_batches(config).__next__, PROBE_STEPS, WARMUP, ranks)
     rate = measured.tokens_per_s(config)
     tokens = config.tokens_per_step(processes)
     checkpoint = parameter_count(config) * CHECKPOINT_BYTES_PER_PARAMETER / GIB
@@ -97,8 +97,8 @@ def run_estimate(config: Config, processes: int = 1, as_json: bool = False) -> i
     """Measure and print; returns 1 if the checkpoints would not fit on the disk, else 0."""
     if "RANK" in os.environ:
         with join(config) as ranks:
-            return _print_estimate(estimate(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
-    return _print_estimate(estimate(config, processes), config, processes, as_json)
+            return _print_estimate(estimate_run(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
+    return _print_estimate(estimate_run(config, processes), config, processes, as_json)
 
 
 def _print_estimate(result: Estimate, config: Config, processes: int, as_json: bool, is_main: bool = True) -> int:

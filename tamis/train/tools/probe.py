@@ -71,7 +71,7 @@ class Probe:
         self._step(tokens_ABS1, self._steps_taken)
 
 
-def measure(
+def measure_steps(
     config: Config,
     device: torch.device,
     next_tokens: NextTokens,

@@ -22,7 +22,7 @@ PARTS = ("fetch", "forward", "compressed", "selection", "selected", "window", "b
 ROWS = 30
 
 
-def profile(config: Config, steps: int, folder: str | Path | None = None) -> int:
+def profile_steps(config: Config, steps: int, folder: str | Path | None = None) -> int:
     """Train a fresh model for `steps` steps of the configured data and write trace.json and table.txt to `folder`."""
     folder = Path(folder or Path(config.train.out_dir) / "profile")
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import pytest
 from tamis.config import Config
 from tamis.model.decoder import Block
 from tamis.model.nsa import NSALayer
-from tamis.train.tools.causality import causality
+from tamis.train.tools.causality import run_causality_tests
 from tests.model.tiny import tiny_config
 
 
@@ -18,7 +18,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_an_honest_model_passes_and_the_log_says_so(config, attention, tmp_path, capsys) -> None:
     config = tiny_config("runtime.precision=fp32", "runtime.device=cpu", f"model.attention={attention}")
-    assert causality(config, full=True, reports=tmp_path) == 0
+    assert run_causality_tests(config, full=True, reports=tmp_path) == 0
     assert "Causality test: 3/3 passed" in capsys.readouterr().out
     (log,) = tmp_path.glob("causality_*.log")
     assert "Extended tests: 14/14 passed" in log.read_text()
@@ -32,7 +32,7 @@ def test_a_model_that_sees_the_next_token_fails(config, tmp_path, monkeypatch, c
         return out + 1e-3 * x.roll(-1, dims=1), *rest
 
     monkeypatch.setattr(Block, "forward", peeks)
-    assert causality(config, reports=tmp_path) == 1
+    assert run_causality_tests(config, reports=tmp_path) == 1
     told = capsys.readouterr().out
     assert "FAIL changing the future leaves the past" in told
     assert "FAIL losses of the past have no gradient in the future" in told
@@ -47,7 +47,7 @@ def test_a_cache_that_forgets_fails_alone(config, tmp_path, monkeypatch, capsys)
         return honest(self, x, cache, positions)
 
     monkeypatch.setattr(NSALayer, "step", forgets)
-    assert causality(config, reports=tmp_path) == 1
+    assert run_causality_tests(config, reports=tmp_path) == 1
     told = capsys.readouterr().out
     assert "FAIL cached decode equals the forward pass" in told
     assert "Causality test: 2/3 passed" in told
