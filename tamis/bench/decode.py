@@ -1,7 +1,7 @@
-"""`tamis bench decode`: one token over caches of many lengths and batches, NSA beside PyTorch's dense attention.
+"""`tamis bench decode`: times one token over caches of many lengths and batches, for NSA and PyTorch's dense attention.
 
-Latency of the attention alone and, on request, of the whole model's step; keys read, counted; memory of the caches.
-Timings rotate over several caches, so that none is read from the GPU's own cache. A table, a CSV, then one JSON line.
+Measures the attention alone and, on request, the whole model's step; counts the keys read and the bytes of the caches.
+Timings rotate over several caches, so that the GPU's L2 holds none. Prints a table and one JSON line; writes a CSV.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tamis.attention import NSASpec
 from tamis.attention.decode import decode_attention
 from tamis.attention.functional import describe
+from tamis.config import build_config
+from tamis.generate.load import precision_for, to_inference
+from tamis.generate.sample import DecodeStep
+from tamis.model import Decoder
 
 BATCHES, LENGTHS = (1, 8, 64), (8192, 16384, 32768, 65536)
-COLD_BYTES = 200 << 20  # what a round of calls touches in all: four times an H200's L2
+COLD_BYTES = 200 << 20  # touched by one round of calls: four times an H200's L2
 MOST_CACHE_BYTES = 16 << 30
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 COLUMNS = ("batch", "length", "nsa_ms", "dense_ms", "dense_kernel", "speedup", "layer_tokens_per_s", "reads",
@@ -34,8 +38,8 @@ COLUMNS = ("batch", "length", "nsa_ms", "dense_ms", "dense_kernel", "speedup", "
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Heads of one layer, and the precision of its caches."""
+class DecodeShape:
+    """The heads of one layer, and the precision and device of its caches."""
 
     heads: int
     groups: int
@@ -44,7 +48,7 @@ class Shape:
     device: torch.device
 
     def caches(self, spec: NSASpec, batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compressed, selected and window caches full of random keys and values."""
+        """Return compressed, selected and window caches full of random keys and values."""
         counts = (spec.compressed_blocks(length) + 1, length, min(spec.w, length))
         compressed, selected, window = (self._random(batch, n, 2, self.groups, self.dim) for n in counts)
         return compressed, selected, window
@@ -74,14 +78,13 @@ def bench_decode(
     precision: str | None = None,
     out_dir: str | Path = "artifacts/bench",
 ) -> dict[str, Any]:
-    """Measure every batch and length; writes decode.csv and decode_summary.txt, prints the table and the document."""
+    """Measure every batch and length; write decode.csv and decode_summary.txt; print the table and the document."""
     spec = spec or NSASpec()
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    shape = Shape(heads, groups, dim, names[precision or ("bf16" if place.type == "cuda" else "fp32")], place)
-    on = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    shape = DecodeShape(heads, groups, dim, precision_for(target, precision), target)
+    on = torch.cuda.get_device_name(target) if target.type == "cuda" else "cpu"
     lines = [f"decode on {on}, {shape.dtype}, {heads} heads in {groups} groups of dim {dim}, {spec}"]
-    lines += [describe(place, shape.dtype, dim), _titles()]
+    lines += [describe(target, shape.dtype, dim), _titles()]
     print("\n".join(lines), flush=True)
     rows = []
     for length in lengths:
@@ -96,7 +99,9 @@ def bench_decode(
     return document
 
 
-def measure_row(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: int, with_model: bool) -> dict[str, Any]:
+def measure_row(
+    shape: DecodeShape, spec: NSASpec, batch: int, length: int, repeats: int, with_model: bool
+) -> dict[str, Any]:
     nsa_ms, reads = time_nsa(shape, spec, batch, length, repeats)
     dense_ms, kernel = time_dense(shape, batch, length, repeats)
     keys = spec.compressed_blocks(length) + 1 + length + min(spec.w, length)
@@ -115,8 +120,8 @@ def measure_row(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: i
     return row | (_model_steps(shape, spec, batch, length, repeats) if with_model else {})
 
 
-def time_nsa(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: int) -> tuple[float, int]:
-    """Milliseconds for the last token of full caches, and the keys each group read for it."""
+def time_nsa(shape: DecodeShape, spec: NSASpec, batch: int, length: int, repeats: int) -> tuple[float, int]:
+    """Return the milliseconds for the last token of full caches, and the keys each group read for it."""
     touched = batch * spec.reads_per_token(length) * shape.bytes_per_key
     kept = batch * length * shape.bytes_per_key
     sets = [(*shape.query(batch), shape.caches(spec, batch, length)) for _ in range(_rounds(touched, kept, shape))]
@@ -131,7 +136,7 @@ def time_nsa(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: int)
 
 
 def _check_agreement(got: tuple[Tensor, Tensor, Tensor], inputs: Any, positions: Tensor, spec: NSASpec) -> int:
-    """Refuse to time what does not agree with the specification on the last sequence; the keys read by every group."""
+    """Refuse to time kernels that disagree with the reference on the last sequence; return the keys each group read."""
     q, gates, caches = inputs
     exact_q, compressed, selected, window, exact_gates = (x[-1:].float() for x in (q, *caches, gates))
     expected, _, reads = decode_attention(
@@ -146,8 +151,8 @@ def _check_agreement(got: tuple[Tensor, Tensor, Tensor], inputs: Any, positions:
     return int(counted.pop())
 
 
-def time_dense(shape: Shape, batch: int, length: int, repeats: int) -> tuple[float, str]:
-    """Milliseconds of the fastest of PyTorch's attention kernels over the full cache, and its name."""
+def time_dense(shape: DecodeShape, batch: int, length: int, repeats: int) -> tuple[float, str]:
+    """Return the milliseconds of PyTorch's fastest attention kernel over the full cache, and its name."""
     kept = batch * length * shape.bytes_per_key
     sets = []
     for _ in range(_rounds(kept, kept, shape)):
@@ -165,7 +170,7 @@ def time_dense(shape: Shape, batch: int, length: int, repeats: int) -> tuple[flo
     best, name = math.inf, "none"
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
         if backend == SDPBackend.MATH and shape.device.type == "cuda" and best < math.inf:
-            continue  # materialises the scores; only where nothing else runs
+            continue  # materialises the scores: only if nothing else runs
         for call in (grouped, rows_of_a_group):
             try:
                 with sdpa_kernel(backend):
@@ -178,7 +183,7 @@ def time_dense(shape: Shape, batch: int, length: int, repeats: int) -> tuple[flo
 
 
 def time_ms(call: Callable[[int], object], sets: int, repeats: int, device: torch.device) -> float:
-    """Median milliseconds of one call; on a GPU as part of a CUDA graph of one call per input set."""
+    """Return the median milliseconds of one call; on a GPU within a CUDA graph of one call per input set."""
     if device.type != "cuda":
         times = []
         for i in range(repeats):
@@ -209,10 +214,8 @@ def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _model_steps(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of one whole decode step of M7C, freshly initialised, and of its dense twin."""
-    from tamis.bench.decode_model import time_step
-
+def _model_steps(shape: DecodeShape, spec: NSASpec, batch: int, length: int, repeats: int) -> dict[str, Any]:
+    """Time one whole decode step of a fresh M7C, and of its dense twin."""
     nsa, dense = (time_step(attention, shape.dtype, shape.device, spec, batch, length, repeats)
                   for attention in ("nsa", "dense"))  # fmt: skip
     return {
@@ -223,8 +226,39 @@ def _model_steps(shape: Shape, spec: NSASpec, batch: int, length: int, repeats: 
     }
 
 
-def _rounds(touched: int, kept: int, shape: Shape) -> int:
-    """Input sets to rotate over: enough that the GPU's cache holds none of them, as far as memory allows."""
+def time_step(
+    attention: str, dtype: torch.dtype, device: torch.device, spec: NSASpec, batch: int, length: int, repeats: int
+) -> float:
+    """Return the median milliseconds of one token for every sequence, ending at `length` tokens.
+
+    Caches full of random numbers replace a long prompt.
+    """
+    model = Decoder(build_config({"model": {"attention": attention}, "nsa": vars(spec)}), max_len=length)
+    to_inference(model, device, dtype)
+    cache = model.new_cache(batch)
+    for layer in cache.layers:
+        for tensor in layer.tensors():
+            tensor.normal_()
+    repeats = min(repeats, length - 1)
+    cache.reserve(length - repeats - 1)
+    cache.positions_B += length - repeats - 1
+    step, tokens = DecodeStep(model, cache), torch.zeros(batch, dtype=torch.int64, device=device)
+    times = []
+    for _ in range(repeats + 1):
+        started = _now(device)
+        step(tokens)
+        times.append(_now(device) - started)
+    return statistics.median(times[1:]) * 1e3  # the first step captures the graph
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _rounds(touched: int, kept: int, shape: DecodeShape) -> int:
+    """Return the number of input sets to rotate over: enough to exceed the GPU's cache, as far as memory allows."""
     if shape.device.type != "cuda":
         return 1
     return max(1, min(math.ceil(COLD_BYTES / touched), MOST_CACHE_BYTES // kept))

@@ -1,35 +1,31 @@
 """`tamis bench paths`: the same model and training step with each way to compute its attention, in one run.
 
-Sparse kernels (on a GPU), the plain-PyTorch reference they are held to, and the dense twin. A table first, JSON last.
+The paths are the NSA kernels (on a GPU), the plain-PyTorch reference, and the dense twin. Prints a table, then JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tamis.attention import nsa_attention
-from tamis.attention.functional import why_no_kernels
+from tamis.attention.functional import Backend, why_no_kernels
 from tamis.config import Config, build_config
 from tamis.model import Decoder
-from tamis.model import nsa as nsa_layer
 from tamis.run.files.records import write_json_atomic
 from tamis.train.distributed import choose_device, device_name
 from tamis.train.step import COMPUTE_DTYPE, autocast
 from tamis.train.tools.probe import measure_steps, random_batches
 
 RESULTS = Path("artifacts/bench")
+BACKENDS: dict[str, Backend] = {"sparse kernels": "auto", "reference": "reference", "dense twin": "auto"}
 
 
 def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) -> int:
-    """Measure every path that can run here; prints the table as it grows, and writes the document to `results`."""
+    """Measure every path that can run on this machine; print the table and write the document to `results`."""
     device = choose_device(config, 0)
     document: dict[str, Any] = {"device": device_name(device), "config_hash": config.hash, "steps": steps, "rows": []}
     print(f"{config.model.name} on {device_name(device)}, {config.tokens_per_step(1):,} tokens per step, {steps} steps")
@@ -58,13 +54,12 @@ def _measure(path: str, config: Config, device: torch.device, steps: int, warmup
     tree = config.model_dump()
     tree["model"]["attention"] = "dense" if path == "dense twin" else "nsa"
     if path == "reference":
-        tree["runtime"] |= {"compile": False, "cuda_graph": False}  # plain PyTorch, as the specification stands
-    shaped = build_config(tree)
+        tree["runtime"] |= {"compile": False, "cuda_graph": False}  # plain PyTorch
+    shaped, backend = build_config(tree), BACKENDS[path]
     torch._dynamo.reset()
     try:
-        with _reference_computes() if path == "reference" else contextlib.nullcontext():
-            loss = _first_loss(shaped, device)
-            measured = measure_steps(shaped, device, random_batches(shaped).__next__, steps, warmup)
+        loss = _first_loss(shaped, device, backend)
+        measured = measure_steps(shaped, device, random_batches(shaped).__next__, steps, warmup, backend=backend)
     except torch.OutOfMemoryError:
         return {"path": path, "error": "out of memory"}
     return {
@@ -78,23 +73,13 @@ def _measure(path: str, config: Config, device: torch.device, steps: int, warmup
 
 
 @torch.no_grad()
-def _first_loss(config: Config, device: torch.device) -> float:
-    """Of the fresh model on the first batch: two ways to compute the same attention must give the same."""
+def _first_loss(config: Config, device: torch.device, backend: Backend) -> float:
+    """Return the fresh model's loss on the first batch; every way to compute the same attention gives the same."""
     torch.manual_seed(config.train.seed)
-    decoder = Decoder(config).to(device)
+    decoder = Decoder(config, backend=backend).to(device)
     tokens = torch.from_numpy(next(random_batches(config))[0]).to(device).long()
     with autocast(config, device):
         return float(decoder.loss(tokens)[0])
-
-
-@contextlib.contextmanager
-def _reference_computes() -> Iterator[None]:
-    """Within it, NSA layers use the reference wherever they are. For this comparison alone: training cannot choose."""
-    nsa_layer.nsa_attention = functools.partial(nsa_attention, backend="reference")  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        nsa_layer.nsa_attention = nsa_attention  # type: ignore[attr-defined]
 
 
 def _print_row(row: dict[str, Any]) -> None:

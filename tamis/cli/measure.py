@@ -150,10 +150,10 @@ def bench_needle(
       tamis bench needle --device cuda
     """
     loading_torch()
-    from tamis.bench.needle import LARGE, Setting
+    from tamis.bench.needle import LARGE, NeedleSettings
     from tamis.bench.needle import bench_needle as measure
 
-    default = LARGE if device.startswith("cuda") else Setting()
+    default = LARGE if device.startswith("cuda") else NeedleSettings()
     chosen = replace(default, steps=steps or default.steps, seed=seed)
     if lengths:
         chosen = replace(chosen, lengths=tuple(lengths), shown=())

@@ -49,7 +49,7 @@ def generate(
     Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
     """
     loading_torch(sys.stderr)
-    from tamis.generate.command import generate_command
+    from tamis.generate.sample import generate_command
 
     generate_command(
         checkpoint,

@@ -1,4 +1,4 @@
-"""From a trained model to text: sampling, loading, export, and the long-context demonstration."""
+"""Text from a trained model: loading, sampling, export, and the long-context demonstration."""
 
 from tamis.generate.sample import Sampling, generate, generate_text, generate_texts
 

@@ -1,6 +1,6 @@
-"""The long-context demonstration: a prompt read by tiles through the caches, then tokens decoded, NSA beside dense.
+"""The long-context demonstration: a prompt read by tiles through the caches, then decoded, with NSA and with dense.
 
-Every figure is measured in this run; the weights may be a checkpoint's or fresh, which changes no timing and is said.
+Every figure is measured in this run. The weights are a checkpoint's or fresh, as printed; timings do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
+from tamis.attention.cache import Cache, NSACache
 from tamis.attention.decode import reads
 from tamis.attention.functional import describe
 from tamis.config import Config, build_config, load_config
-from tamis.generate.graph import Stepper, TileReader
 from tamis.generate.load import device_for, load_model, precision_for, to_inference
+from tamis.generate.sample import DecodeStep, TileReader
 from tamis.model import Decoder
-from tamis.model.cache import Cache, NSACache
 
 
 @dataclass(frozen=True)
-class Measured:
+class DemoResult:
     """One model's figures. Reads are keys per layer and group, for the prompt's last token and the last decoded."""
 
     attention: str
@@ -54,52 +54,53 @@ def demo_64k(
     device: str = "auto",
     precision: str | None = None,
     seed: int = 1337,
-) -> list[Measured]:
-    """Prefill and decode with the NSA model, then its dense twin; prints the figures, and JSON as the last line."""
+) -> list[DemoResult]:
+    """Prefill and decode with the NSA model, then its dense twin; print the figures, and JSON as the last line."""
     for name, value in (("S", S), ("prefill_tile", prefill_tile), ("decode_tokens", decode_tokens)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    place = device_for(device)
-    dtype = precision_for(place, precision)
-    torch.backends.cuda.enable_flash_sdp(use_fa2)  # the dense twin's; NSA has its own kernels
-    model, origin = _nsa_model(checkpoint, config, overrides, rope_scale, S + decode_tokens, place, dtype, seed)
+    target = device_for(device)
+    dtype = precision_for(target, precision)
+    torch.backends.cuda.enable_flash_sdp(use_fa2)  # for the dense twin; NSA has its own kernels
+    model, origin = _nsa_model(checkpoint, config, overrides, rope_scale, S + decode_tokens, target, dtype, seed)
     count = sum(p.numel() for p in model.parameters())
     print(f"model: {model.config.model.name}, {len(model.blocks)} layers, {count:,} parameters, {origin}")
-    print(f"{S} tokens in tiles of {prefill_tile}, then {decode_tokens}; rope_scale {rope_scale:g}; {dtype} on {place}")
-    print(describe(place, dtype, model.config.model.d_k), flush=True)
-    tokens = torch.randint(model.config.vocab_size, (1, S), generator=torch.Generator().manual_seed(seed)).to(place)
+    shape = f"{S} tokens in tiles of {prefill_tile}, then {decode_tokens}"
+    print(f"{shape}; rope_scale {rope_scale:g}; {dtype} on {target}")
+    print(describe(target, dtype, model.config.model.d_k), flush=True)
+    tokens = torch.randint(model.config.vocab_size, (1, S), generator=torch.Generator().manual_seed(seed)).to(target)
     results = [measure(model, tokens, prefill_tile, decode_tokens)]
     twin_config = _changed(model.config, attention="dense")
     del model
-    twin = _fresh(twin_config, S + decode_tokens, place, dtype, seed)
+    twin = _fresh(twin_config, S + decode_tokens, target, dtype, seed)
     results.append(measure(twin, tokens, prefill_tile, decode_tokens))
-    _tell(results)
-    print(json.dumps({"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(place),
+    _print_table(results)
+    print(json.dumps({"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(target),
                       "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}))  # fmt: skip
     return results
 
 
-def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> Measured:
+def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> DemoResult:
     """Read the prompt by tiles, then decode greedily."""
-    name, place = model.config.model.attention, tokens_1S.device
+    name, device = model.config.model.attention, tokens_1S.device
     cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)
-    read, step = TileReader(model, cache), Stepper(model, cache)
-    warm_up_s = _warm_up(read, step, tokens_1S, tile) if place.type == "cuda" else 0.0
+    read, step = TileReader(model, cache), DecodeStep(model, cache)
+    warm_up_s = _warm_up(read, step, tokens_1S, tile) if device.type == "cuda" else 0.0
     tiles_ms, hidden = [], torch.empty(0)
     for number, part in enumerate(tokens_1S.split(tile, dim=1), 1):
-        started = _now(place)
+        started = _now(device)
         hidden = read(part)
-        tiles_ms.append((_now(place) - started) * 1e3)
+        tiles_ms.append((_now(device) - started) * 1e3)
         print(f"{name}: tile {number}, {part.shape[1]} tokens: {tiles_ms[-1]:.1f} ms", flush=True)
     counted, formula = reads_of_prompt(model, cache)
     steps_ms = []
     for _ in range(decode_tokens):
         token = model.logits(hidden).argmax(-1)
-        started = _now(place)
+        started = _now(device)
         hidden = step(token)
-        steps_ms.append((_now(place) - started) * 1e3)
+        steps_ms.append((_now(device) - started) * 1e3)
     prefill_s = sum(tiles_ms) / 1e3
-    return Measured(
+    return DemoResult(
         attention=name,
         warm_up_s=round(warm_up_s, 2),
         prefill_ms_by_tile=[round(ms, 3) for ms in tiles_ms],
@@ -110,12 +111,12 @@ def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) ->
         reads_formula=formula,
         reads_last_step=reads_of_last_step(cache),
         cache_mib=round(cache.bytes / 2**20, 2),
-        peak_memory_mib=round(_peak_memory(place) / 2**20, 1),
+        peak_memory_mib=round(_peak_memory(device) / 2**20, 1),
     )
 
 
-def _warm_up(read: TileReader, step: Stepper, tokens_1S: Tensor, tile: int) -> float:
-    """Seconds of a whole prefill and a step that are not measured: kernels are compiled, or loaded, graphs captured."""
+def _warm_up(read: TileReader, step: DecodeStep, tokens_1S: Tensor, tile: int) -> float:
+    """Run a whole prefill and a step to compile kernels and capture graphs; return the seconds it took."""
     torch.cuda.reset_peak_memory_stats()
     started = _now(tokens_1S.device)
     for part in tokens_1S.split(tile, dim=1):
@@ -128,21 +129,21 @@ def _warm_up(read: TileReader, step: Stepper, tokens_1S: Tensor, tile: int) -> f
 
 
 def reads_of_prompt(model: Decoder, cache: Cache) -> tuple[int, int]:
-    """Keys read for the last token of the prompt, counted from the blocks it chose, and by formula."""
+    """Return the keys read for the prompt's last token, counted from the blocks it chose, and by formula."""
     nsa, context = model.config.nsa, int(cache.lengths_B[0])
     spec = NSASpec(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)
     position = torch.tensor([context - 1])
     counts = [reads(layer.chosen_BGn.cpu(), position, spec) for layer in cache.layers if isinstance(layer, NSACache)]
-    return (_the_same_everywhere(counts), spec.reads_per_token(context)) if counts else (context, context)
+    return (_common_count(counts), spec.reads_per_token(context)) if counts else (context, context)
 
 
 def reads_of_last_step(cache: Cache) -> int:
-    """Keys read for the last token, as the attention counted them while it read."""
+    """Return the keys read for the last token, as the decode kernel counted them."""
     counts = [layer.reads_BG for layer in cache.layers if isinstance(layer, NSACache)]
-    return _the_same_everywhere(counts) if counts else int(cache.lengths_B[0])
+    return _common_count(counts) if counts else int(cache.lengths_B[0])
 
 
-def _the_same_everywhere(counts: list[Tensor]) -> int:
+def _common_count(counts: list[Tensor]) -> int:
     found = {int(n) for count in counts for n in count.flatten().tolist()}
     if len(found) != 1:
         raise RuntimeError(f"layers and groups read different numbers of keys for one token: {sorted(found)}")
@@ -155,27 +156,27 @@ def _nsa_model(
     overrides: list[str] | None,
     rope_scale: float,
     max_len: int,
-    place: torch.device,
+    device: torch.device,
     dtype: torch.dtype,
     seed: int,
 ) -> tuple[Decoder, str]:
-    """The model and where its weights are from."""
+    """Return the model and the origin of its weights."""
     if checkpoint is None:
         chosen = _changed(load_config(config, overrides), attention="nsa", rope_scale=float(rope_scale))
-        return _fresh(chosen, max_len, place, dtype, seed), "freshly initialised: its text means nothing"
+        return _fresh(chosen, max_len, device, dtype, seed), "freshly initialised: its text means nothing"
     if config or overrides:
         raise ValueError("--checkpoint brings its own config: leave --config and overrides out")
-    loaded = load_model(Path(checkpoint), max_len=max_len, rope_scale=rope_scale, device=place.type)
+    loaded = load_model(Path(checkpoint), max_len=max_len, rope_scale=rope_scale, device=device.type)
     if loaded.config.model.attention != "nsa":
         raise ValueError(f"{checkpoint} holds a dense model: give an NSA one, its dense twin is made here")
-    to_inference(loaded.model, place, dtype)
+    to_inference(loaded.model, device, dtype)
     return loaded.model, f"weights of {loaded.source}, step {loaded.step}"
 
 
-def _fresh(config: Config, max_len: int, place: torch.device, dtype: torch.dtype, seed: int) -> Decoder:
+def _fresh(config: Config, max_len: int, device: torch.device, dtype: torch.dtype, seed: int) -> Decoder:
     torch.manual_seed(seed)
     model = Decoder(config, max_len=max_len)
-    to_inference(model, place, dtype)
+    to_inference(model, device, dtype)
     return model
 
 
@@ -185,24 +186,24 @@ def _changed(config: Config, **model_keys: object) -> Config:
     return build_config(tree)
 
 
-def _now(place: torch.device) -> float:
-    if place.type == "cuda":
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _peak_memory(place: torch.device) -> int:
-    """Of the GPU since the model's turn began; of the whole process, so far, on a CPU."""
-    if place.type == "cuda":
+def _peak_memory(device: torch.device) -> int:
+    """Return the GPU's peak since the warm-up began; on a CPU, the process's peak so far."""
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _device_name(place: torch.device) -> str:
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _tell(results: list[Measured]) -> None:
+def _print_table(results: list[DemoResult]) -> None:
     titles = ("prefill s", "tok/s", "decode ms", "reads_total", "cache MiB", "peak MiB")
     print(" " * 6 + "".join(f"{title:>12}" for title in titles))
     for r in results:

@@ -1,4 +1,4 @@
-"""`tamis export`: a Hugging Face folder of a trained model: weights, configuration, tokenizer and our modelling file.
+"""`tamis export`: writes a trained model as a Hugging Face folder: weights, configuration, tokenizer, modelling file.
 
 `transformers` loads it with `trust_remote_code=True`; the only code it runs is the file written here and this package.
 """
@@ -17,7 +17,7 @@ MODELLING_FILE = Path(__file__).with_name("modeling_tamis.py")
 
 
 def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str = "fp32") -> Path:
-    """Write `folder` from a checkpoint or run directory; returns it. A folder that holds something is refused."""
+    """Write `folder` from a checkpoint or run directory, and return it; refuse a folder that is not empty."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already holds something: name a new folder, or empty it")
@@ -40,7 +40,7 @@ def _write_weights(folder: Path, loaded: LoadedModel) -> None:
 
 
 def _describe(loaded: LoadedModel, precision: str) -> dict[str, Any]:
-    """What `transformers` wants to know, and under `tamis` what the model is built from; no paths of the run."""
+    """Return config.json: the keys `transformers` reads, and under `tamis` those that build the model; no paths."""
     config, module = loaded.config, MODELLING_FILE.stem
     return {
         "model_type": "tamis",
@@ -68,7 +68,7 @@ def _describe(loaded: LoadedModel, precision: str) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_len: int) -> None:
-    """Either vocabulary as byte-level BPE files; plain bytes are the one without merges."""
+    """Write either vocabulary as byte-level BPE files; the byte vocabulary has no merges."""
     tokens = [tokenizer.to_bytes([i]) for i in range(tokenizer.eot)]
     spell = _byte_letters()
     vocabulary = {"".join(spell[b] for b in token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot}
@@ -82,7 +82,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_len: int) -> None:
 
 
 def _merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """The pair each longer token was merged from, in order: what is left of it when only earlier merges apply."""
+    """Return the pair each longer token was merged from, in order: what remains when only earlier merges apply."""
     ranks = {token: i for i, token in enumerate(tokens)}
     pairs = []
     for rank, token in enumerate(tokens):
@@ -103,7 +103,7 @@ def _split(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
 
 
 def _byte_letters() -> list[str]:
-    """A printable letter for every byte, as byte-level BPE files spell them: itself, or the next unused from 256 on."""
+    """Return a printable letter for every byte, as byte-level BPE files do: itself, or the next unused from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]

@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint, a run directory or an exported folder, ready to generate."""
+"""Loads a trained model from a checkpoint, a run directory or an exported folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tamis.attention.layer import NSAAttention
 from tamis.attention.verify_decode import require_decode
 from tamis.config import Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import Decoder
-from tamis.model.nsa import NSALayer
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
 
@@ -41,11 +41,13 @@ def load_model(
     device: str = "auto",
     precision: str | None = None,
 ) -> LoadedModel:
-    """The model in `path`, a ValueError that says what to change otherwise.
+    """Return the model in `path`, or raise a ValueError that names what to change.
 
-    `expected`: refuse a model of another configuration. `max_len`: longest sequence, by default the trained one.
-    `rope_scale`: positions are divided by this instead of the trained value. `precision`: by default bf16 on a GPU and
-    fp32 on a CPU.
+    Args:
+        expected: refuse a model of another configuration.
+        max_len: longest sequence, by default the trained one.
+        rope_scale: divides positions, instead of the trained value.
+        precision: bf16, fp16 or fp32; by default bf16 on a GPU and fp32 on a CPU.
     """
     source, weights, tree, step = _read(Path(path))
     config = build_config(tree)
@@ -55,22 +57,22 @@ def load_model(
         config = build_config({**tree, "model": {**tree["model"], "rope_scale": float(rope_scale)}})
     model = Decoder(config, max_len=max_len)
     _fill(model, weights, source)
-    place = device_for(device)
-    to_inference(model, place, precision_for(place, precision))
+    target = device_for(device)
+    to_inference(model, target, precision_for(target, precision))
     return LoadedModel(model, config, tokenizer_for(config.data.tokenizer), step, source)
 
 
 def to_inference(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
-    """Weights in `dtype`; the rotary tables stay in float32, where positions of a long context need them.
+    """Move the model to the device with weights in `dtype`; rotary tables stay in float32, as long contexts need.
 
-    On a GPU the kernels are held to the specification first.
+    On a GPU, verify the kernels against the reference first.
     """
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to(device)
-    layer = model.blocks[0].attention
-    if device.type == "cuda" and isinstance(layer, NSALayer):
+    layer = next((module for module in model.modules() if isinstance(module, NSAAttention)), None)
+    if device.type == "cuda" and layer is not None:
         require_decode(device, dtype, layer.heads, layer.groups, layer.dim, layer.spec)
 
 
@@ -92,7 +94,7 @@ def precision_for(device: torch.device, name: str | None) -> torch.dtype:
 
 
 def require_same_model(source: Path, found: Config, expected: Config) -> None:
-    """Refuse when a key that decides what the weights mean differs."""
+    """Refuse if a key that changes the meaning of the weights differs."""
     pairs = {
         f"{section}.{key}": (value, getattr(getattr(expected, section), key))
         for section in ("model", "nsa")
@@ -130,15 +132,15 @@ def _read_checkpoint(path: Path) -> Found:
             from tamis.checkpoint.file import read_checkpoint
 
             state = read_checkpoint(path, torch.device("cpu"))
-        else:  # mapped, so that the optimizer's state is never read
+        else:  # memory-mapped: the optimizer's state is never read
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return path, dict(state["model"]), dict(state["config"]), int(state["step"])
-    except Exception as error:  # whatever a foreign file makes of torch.load; the message keeps its words
+    except Exception as error:  # torch.load raises anything on a foreign file; the message quotes it
         raise ValueError(f"{path} is not a checkpoint of this trainer: {error!r}") from None
 
 
 def _read_weights(path: Path) -> Found:
-    """Plain weights, as `tamis convert` writes them."""
+    """Read plain weights, as `tamis convert` writes them."""
     from safetensors import SafetensorError, safe_open
 
     try:

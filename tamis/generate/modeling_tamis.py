@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel  # type: ignore[import-not-found]
 from transformers.modeling_outputs import CausalLMOutput  # type: ignore[import-not-found]
 
+from tamis.attention.rotary import Rotary
 from tamis.config import build_config
 from tamis.model import Decoder
-from tamis.model.layers import Rotary
 
 
 class TamisConfig(PretrainedConfig):
@@ -52,7 +52,7 @@ class TamisForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def _make_positions(self, device: torch.device) -> None:
-        """The rotary tables are no weights: loading leaves them empty or rounds them, so they are made at first use."""
+        """Build the rotary tables at first use: they are no weights, and loading leaves them empty or rounds them."""
         if self.positions_ready:
             return
         model = self.tamis_config.model

@@ -1,4 +1,4 @@
-"""The language model: layers, NSA layer and its dense twin, decoder, caches, loss. Single-device code."""
+"""The language model: decoder, dense attention, norm, feed-forward and loss. Single-device code."""
 
 from tamis.model.decoder import Decoder
 

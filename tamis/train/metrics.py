@@ -25,7 +25,7 @@ class StepMetrics:
     loss: float  # mean, nats per token
     lacks_data: bool  # a rank had no batch, so no rank updated its weights
     flags: list[bool]  # the flags given to the step, each true if it was true on any rank
-    gates: list[list[float]] | None  # mean per layer, see model.nsa.GATE_STATISTICS; None for the dense twin
+    gates: list[list[float]] | None  # mean per layer, see model.decoder.GATE_STATISTICS; None for the dense twin
     grad_norm: float  # of the averaged gradient, before clipping
     weights_differ: bool
 

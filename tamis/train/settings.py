@@ -8,7 +8,7 @@ import torch
 from torch.backends import cuda as sdpa
 
 from tamis.config import Config
-from tamis.model.dense_attention import takes_groups
+from tamis.model.dense import takes_groups
 from tamis.train.step import COMPUTE_DTYPE, attention_kernels
 
 

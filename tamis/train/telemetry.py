@@ -41,7 +41,7 @@ class FinishedStep:
     launched: LaunchedStep
     loss: float
     grad_norm: float
-    gates: list[list[float]] | None  # per layer, see model.nsa.GATE_STATISTICS
+    gates: list[list[float]] | None  # per layer, see model.decoder.GATE_STATISTICS
 
 
 class Telemetry:

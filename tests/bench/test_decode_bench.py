@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> dict:
     )
 
 
-def test_table_csv_summary_and_the_last_line_tell_the_same_figures(tmp_path: Path, capsys) -> None:
+def test_table_csv_summary_and_the_last_line_hold_the_same_figures(tmp_path: Path, capsys) -> None:
     document = run(tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == json.loads(json.dumps(document))
@@ -33,7 +33,7 @@ def test_table_csv_summary_and_the_last_line_tell_the_same_figures(tmp_path: Pat
     assert (tmp_path / "decode_summary.txt").read_text().splitlines() == printed[:-1]
 
 
-def test_reads_are_counted_beside_the_formula(tmp_path: Path) -> None:
+def test_reads_are_counted_and_compared_with_the_formula(tmp_path: Path) -> None:
     first, _, last, _ = run(tmp_path)["rows"]
     assert first["reads"] == 15 + 64 + 24  # four blocks are all there are at 64 tokens
     assert last["reads"] == 49 + 3 * 16 + 8 + 24  # the newest block holds 8 of its 16 tokens at 200
@@ -41,15 +41,13 @@ def test_reads_are_counted_beside_the_formula(tmp_path: Path) -> None:
 
 
 def test_the_whole_model_s_step_is_measured_for_both_kinds_of_attention(monkeypatch, tmp_path: Path) -> None:
-    from tamis.bench import decode_model
-
-    tiny = decode_model.build_config
+    tiny = decode.build_config
 
     def small(tree: dict):
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 8, "d_ff": 16}
         return tiny({**tree, "model": {**tree["model"], **sizes}, "data": {"tokenizer": "byte"}})
 
-    monkeypatch.setattr(decode_model, "build_config", small)
+    monkeypatch.setattr(decode, "build_config", small)
     document = bench_decode(
         [2], [64], heads=4, dim=16, spec=SPEC, repeats=2, device="cpu", out_dir=tmp_path, with_model=True
     )
@@ -70,7 +68,7 @@ def test_a_kernel_that_disagrees_is_not_timed(monkeypatch, tmp_path: Path) -> No
     assert not (tmp_path / "decode.csv").exists()
 
 
-def test_a_kernel_that_gives_no_numbers_is_not_timed(monkeypatch, tmp_path: Path) -> None:
+def test_a_kernel_that_returns_nan_is_not_timed(monkeypatch, tmp_path: Path) -> None:
     right = decode.decode_attention
 
     def wrong(*args, kernels=None):

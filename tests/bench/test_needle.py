@@ -8,13 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.bench.needle import LARGE, Setting, ablated, accuracies, accuracy_by_depth, bench_needle
-from tamis.bench.needle_task import ECHO, FILLERS, FIRST_ANSWER, FIRST_FACT, FIRST_QUESTION, VALUES, make_needles
+from tamis.bench.needle import (
+    ECHO,
+    FILLERS,
+    FIRST_ANSWER,
+    FIRST_FACT,
+    FIRST_QUESTION,
+    LARGE,
+    VALUES,
+    NeedleSettings,
+    ablated,
+    accuracies,
+    accuracy_by_depth,
+    bench_needle,
+    make_needles,
+)  # fmt: skip
 from tamis.model import Decoder
 
 
 def test_selection_learns_to_find_facts_and_every_branch_is_needed(tmp_path: Path, capsys) -> None:
-    document = bench_needle(Setting(lengths=(64,), steps=300), out_dir=tmp_path)
+    document = bench_needle(NeedleSettings(lengths=(64,), steps=300), out_dir=tmp_path)
     without = {what: by_length[64] for what, by_length in document["ablations"].items()}
     whole = without["nothing"]
     # Three seeds gave 0.88 to 0.92, and without a part 0.29 to 0.77; chance is an eighth.
@@ -61,8 +74,8 @@ def test_too_short_a_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("what", ["compressed", "selected", "window", "scores"])
-def test_an_ablated_model_is_itself_again_afterwards(what: str) -> None:
-    setting = Setting(lengths=(40,))
+def test_an_ablation_is_undone_afterwards(what: str) -> None:
+    setting = NeedleSettings(lengths=(40,))
     torch.manual_seed(0)
     model, tokens = Decoder(setting.config()), torch.arange(40)[None]
     before = model(tokens)[0]
@@ -71,8 +84,8 @@ def test_an_ablated_model_is_itself_again_afterwards(what: str) -> None:
     assert torch.equal(model(tokens)[0], before)
 
 
-def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
-    setting = Setting(lengths=(64,))
+def test_an_untrained_model_finds_facts_only_by_chance() -> None:
+    setting = NeedleSettings(lengths=(64,))
     torch.manual_seed(0)
     model = Decoder(setting.config())
     assert accuracies(model, setting, 64, 128)["facts"] < 0.4
@@ -82,7 +95,7 @@ def test_an_untrained_model_finds_facts_by_chance_alone() -> None:
 
 
 def test_lengths_take_turns_or_grow_to_the_longest() -> None:
-    assert [Setting(lengths=(64, 128), steps=4).length_of(step) for step in range(4)] == [64, 128, 64, 128]
+    assert [NeedleSettings(lengths=(64, 128), steps=4).length_of(step) for step in range(4)] == [64, 128, 64, 128]
     grown = [LARGE.length_of(step) for step in range(LARGE.steps)]
     assert sorted(set(grown)) == sorted(LARGE.lengths)
     assert set(grown[: LARGE.steps // 16]) == {LARGE.lengths[0]}
@@ -98,7 +111,7 @@ def test_a_model_is_measured_beyond_the_lengths_it_was_trained_on_in_pieces(tmp_
         return make_needles(batch, length, *rest)
 
     monkeypatch.setattr("tamis.bench.needle.make_needles", counted)
-    setting = Setting(lengths=(40,), shown=(40, 96), steps=1, batch=2, tokens=200, examples=9)
+    setting = NeedleSettings(lengths=(40,), shown=(40, 96), steps=1, batch=2, tokens=200, examples=9)
     document = bench_needle(setting, out_dir=tmp_path)
     assert list(document["accuracy_by_depth"]) == [40, 96]
     assert made[:8] == [(2, 40), (5, 40), (4, 40), (2, 96), (2, 96), (2, 96), (2, 96), (1, 96)]

@@ -36,12 +36,12 @@ def test_the_runbook_s_command_reads_by_tiles_and_counts_its_reads() -> None:
     assert report["rope_scale"] == 8.0
 
 
-def test_a_checkpoint_s_weights_are_used_and_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_checkpoint_s_weights_are_used_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     demo_64k(S=50, prefill_tile=20, decode_tokens=2, checkpoint=str(save(tmp_path, small_model())), device="cpu")
     assert "checkpoint_step7.pt, step 7" in capsys.readouterr().out
 
 
-def test_what_the_demo_measures_is_a_real_prefill(capsys: pytest.CaptureFixture) -> None:
+def test_the_demo_measures_a_real_prefill(capsys: pytest.CaptureFixture) -> None:
     model, tokens = small_model(), torch.arange(60)[None]
     seen = []
     extend = model.extend

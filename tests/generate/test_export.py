@@ -29,7 +29,7 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_folder_gives_the_same_model_back(exported: Path) -> None:
+def test_the_folder_loads_as_the_same_model(exported: Path) -> None:
     loaded, tokens = load_model(exported, device="cpu"), torch.tensor([PROMPT])
     assert loaded.step == 7
     assert torch.equal(loaded.model(tokens)[0], small_model()(tokens)[0])
@@ -41,7 +41,7 @@ def test_the_folder_holds_no_path_of_the_run(exported: Path) -> None:
     assert "out_dir" not in (exported / "config.json").read_text()
 
 
-def test_a_folder_that_holds_something_is_refused_and_left_alone(exported: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused_and_not_changed(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds something"):
         export_command(tmp_path / "run", exported)
     assert load_model(exported, device="cpu").step == 7
@@ -75,7 +75,7 @@ def test_the_merges_rebuild_gpt2_s_own_segmentation() -> None:
 @pytest.mark.parametrize(
     "text", [" the quick brown fox's 3rd jump", "naïve café — 12,345 €\n\n\tif x:  # 数", "  \u200b🙂 end"]
 )
-def test_transformers_reads_the_exported_gpt2_tokenizer_as_the_same_one(gpt2_folder: Path, text: str) -> None:
+def test_transformers_reads_the_exported_gpt2_tokenizer(gpt2_folder: Path, text: str) -> None:
     theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2_folder), tokenizer_for("gpt2")
     ids = theirs(text)["input_ids"]
     assert ids == ours.encode(text).tolist()

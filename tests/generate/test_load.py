@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tamis.config import Config, ConfigError, build_config
-from tamis.generate.command import gather_prompts, generate_command
 from tamis.generate.load import load_model
+from tamis.generate.sample import gather_prompts, generate_command
 from tamis.model import Decoder
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory

@@ -32,7 +32,7 @@ def tokens_of(steps) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_greedy_generation_is_what_repeated_whole_passes_give(attention: str) -> None:
+def test_greedy_generation_equals_repeated_whole_passes(attention: str) -> None:
     model, sequence = small_model(attention), list(PROMPT)
     for _ in range(30):
         hidden = model(torch.tensor([sequence]))[0]
@@ -41,7 +41,7 @@ def test_greedy_generation_is_what_repeated_whole_passes_give(attention: str) ->
     assert got == [sequence[len(PROMPT) :]]
 
 
-def test_a_prompt_gives_the_same_text_alone_and_among_others() -> None:
+def test_a_prompt_gives_the_same_text_alone_and_in_a_batch() -> None:
     model, tokenizer, sampling = small_model(), tokenizer_for("byte"), Sampling(seed=5)
     prompts = ["a", "The Congress", "peace and plenty, "]
     together = ["".join(parts) for parts in zip(*generate_texts(model, tokenizer, prompts, 20, sampling), strict=True)]
@@ -75,7 +75,7 @@ def test_generation_ends_after_the_stop_token_of_each_prompt() -> None:
     top_p=st.floats(0.01, 1),
     uniform=st.floats(0, 1, exclude_max=True, width=32),
 )
-def test_only_tokens_of_the_top_k_and_the_nucleus_are_drawn(seed, temperature, top_k, top_p, uniform) -> None:
+def test_only_tokens_of_the_top_k_and_the_nucleus_are_sampled(seed, temperature, top_k, top_p, uniform) -> None:
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed)) * 3
     token = int(choose(logits, torch.tensor([uniform]), Sampling(temperature, top_k, top_p)))
     p = (logits[0] / temperature).softmax(-1)
@@ -84,7 +84,7 @@ def test_only_tokens_of_the_top_k_and_the_nucleus_are_drawn(seed, temperature, t
     assert likelier.sum() < top_p + 1e-5
 
 
-def test_draws_follow_the_model_s_probabilities() -> None:
+def test_samples_follow_the_model_s_probabilities() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
     uniform = (torch.arange(10_000) + 0.5) / 10_000
     drawn = choose(logits.expand(10_000, 4), uniform, Sampling(temperature=0.7))
@@ -113,7 +113,7 @@ def test_a_character_of_several_bytes_is_streamed_whole(monkeypatch: pytest.Monk
     assert "�" not in "".join(pieces)
 
 
-def test_bytes_that_are_no_text_are_marked_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_utf8_is_replaced_and_the_text_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "".join(stream(monkeypatch, [*b"a", 0xFF, *b"b", 0xE2, 0x82])) == "a�b�"
 
 
@@ -126,13 +126,13 @@ def test_end_of_text_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], 5, "no prompt"),
         ([PROMPT, []], 5, "prompt 2 is empty"),
-        ([[1, 2, 257]], 5, "prompt 1 holds token 257; this model knows 0 to 256"),
+        ([[1, 2, 257]], 5, "prompt 1 holds token 257; this model has 0 to 256"),
         ([[1, -1]], 5, "holds token -1"),
         ([PROMPT], 0, "max_new_tokens must be at least 1"),
         ([[0] * 90], 7, "90 tokens; with 7 new ones that is more than the 96"),
     ],
 )
-def test_a_bad_prompt_is_refused_with_its_remedy(prompts, new, message) -> None:
+def test_a_bad_prompt_is_refused_with_what_to_change(prompts, new, message) -> None:
     with pytest.raises(ValueError, match=message):
         next(generate(small_model(), prompts, new))
 

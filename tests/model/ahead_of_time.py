@@ -1,4 +1,4 @@
-"""Compile, without a GPU, the model's own kernels as M7C launches them, and read what the binaries need.
+"""Compile the model's own kernels as M7C launches them, without a GPU, and read the resources they need.
 
 Run as a program in a process without TRITON_INTERPRET: `python -m tests.model.ahead_of_time 90`; the last line is JSON.
 """
@@ -17,11 +17,11 @@ ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 
 
 def launch_everything(dtype: torch.dtype) -> None:
-    from tamis.model.nsa import TURNED
-    from tamis.model.ops.heads_kernel import join_heads_rows, split_heads_rows
-    from tamis.model.ops.loss_kernel import cross_entropy_rows_
-    from tamis.model.ops.norm_kernel import add_and_norm_rows, add_and_norm_rows_backward
-    from tamis.model.ops.swiglu_kernel import swiglu_rows, swiglu_rows_backward
+    from tamis.attention.kernels.split_heads import join_heads_rows, split_heads_rows
+    from tamis.attention.layer import ROTATED
+    from tamis.model.loss import cross_entropy_rows_
+    from tamis.model.norm import add_and_norm_rows, add_and_norm_rows_backward
+    from tamis.model.swiglu import swiglu_rows, swiglu_rows_backward
 
     logits, targets = torch.empty(ROWS, PADDED, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
     for write_gradient in (False, True):
@@ -33,16 +33,16 @@ def launch_everything(dtype: torch.dtype) -> None:
     for d_total in (None, total):
         add_and_norm_rows_backward(d_total, normed, total, inverse, weight)
     table = torch.empty(ROWS, 32)
-    for sizes, turned in (([12, 2, 2], [True, True, False]), ([12, *[2] * 6, 1], TURNED)):
+    for sizes, rotated in (([12, 2, 2], [True, True, False]), ([12, *[2] * 6, 1], ROTATED)):
         heads = torch.empty(1, ROWS, sum(sizes), 64, dtype=dtype)
-        join_heads_rows(split_heads_rows(heads, table, table, sizes, turned), table, table, turned)
+        join_heads_rows(split_heads_rows(heads, table, table, sizes, rotated), table, table, rotated)
 
 
-def remember_everything(dtype: torch.dtype) -> None:
-    """Tiles and steps of both kinds of layer write to their caches."""
+def write_all_caches(dtype: torch.dtype) -> None:
+    """Write tiles and tokens of both kinds of layer to their caches."""
+    from tamis.attention.kernels.cache_writes import write_dense, write_tile, write_token
     from tamis.config import load_config
     from tamis.model import Decoder
-    from tamis.model.ops.cache_writes import remember_dense, remember_step, remember_tile
 
     for attention in ("nsa", "dense"):
         config = load_config(None, ["model.n_layers=1", f"model.attention={attention}", "data.tokenizer=byte"])
@@ -56,15 +56,15 @@ def remember_everything(dtype: torch.dtype) -> None:
             torch.empty(1, n, layer.project.out_features // layer.dim, layer.dim, dtype=dtype) for n in (64, 1)
         )
         if attention == "nsa":
-            remember_tile(layer, tile, cache, ROWS)
-            remember_step(layer, step, cache, positions)
+            write_tile(layer, tile, cache, ROWS)
+            write_token(layer, step, cache, positions)
         else:
-            remember_dense(layer, tile, cache, ROWS)
-            remember_dense(layer, step, cache, positions)
+            write_dense(layer, tile, cache.cached_BT2GD, ROWS)
+            write_dense(layer, step, cache.cached_BT2GD, positions)
 
 
 def narrow_loads(kernel) -> int:  # type: ignore[no-untyped-def]
-    """Loads of one number, where a thread could have loaded 16 bytes."""
+    """Count loads of one number where a thread could load 16 bytes."""
     return len(re.findall(r"ld\.global\.[bu](?:16|32)\s", kernel.asm["ptx"]))
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     compiled = record_launches(int(sys.argv[1]))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         launch_everything(dtype)
-        remember_everything(dtype)
+        write_all_caches(dtype)
     print(json.dumps({name: resources(k) | {"narrow_loads": narrow_loads(k)} for name, k in compiled.items()}))
 
 

@@ -1,4 +1,4 @@
-"""The caches: a prompt read by tiles and continued token by token gives what one pass over the whole sequence gives."""
+"""The caches: a prompt read by tiles and continued token by token equals one pass over the whole sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_config(**changes: object) -> Config:
 def model_of(config: Config) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(config).eval()
-    with torch.no_grad():  # at the usual scale a fresh model is nearly indifferent to what it attends to
+    with torch.no_grad():  # at the usual scale a fresh model hardly depends on what it attends to
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(3.0)
@@ -52,13 +52,13 @@ def step_by(model: Decoder, tokens: torch.Tensor, cache) -> torch.Tensor:
 
 
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whatever the device."""
-    for module in ("attention.decode", "model.cache", "model.dense"):
+    """Use the kernels, as on a GPU, on any device."""
+    for module in ("attention.decode", "attention.cache", "model.dense"):
         monkeypatch.setattr(f"tamis.{module}.use_kernels", lambda q, kernels=None: True)
 
 
-def assert_same_memory(one, other) -> None:
-    """Everything that may still be read: rows before the length, and rings whole."""
+def assert_same_caches(one, other) -> None:
+    """Compare all that may still be read: rows before the length, and whole rings."""
     length = int(one.lengths_B[0])
     torch.testing.assert_close(one.positions_B, other.positions_B)
     for a, b in zip(one.layers, other.layers, strict=True):
@@ -90,7 +90,7 @@ def test_tokens_decoded_one_at_a_time_give_the_hidden_states_of_one_pass(attenti
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
-def test_any_mix_of_tiles_and_steps_leaves_the_same_memory_and_choices(data: st.DataObject) -> None:
+def test_any_mix_of_tiles_and_steps_leaves_the_same_caches_and_choices(data: st.DataObject) -> None:
     spec = data.draw(
         st.sampled_from([(8, 4, 8, 4, 12), (4, 4, 8, 3, 5), (12, 3, 6, 5, 1), (6, 2, 4, 3, 100), (1, 1, 1, 3, 2)])
     )
@@ -106,7 +106,7 @@ def test_any_mix_of_tiles_and_steps_leaves_the_same_memory_and_choices(data: st.
             model.extend(tokens[:, done : done + tile], mixed)
         else:
             step_by(model, tokens[:, done : done + tile], mixed)
-    assert_same_memory(mixed, whole)
+    assert_same_caches(mixed, whole)
 
 
 def test_the_chosen_blocks_of_a_step_are_those_of_the_whole_sequence() -> None:
@@ -144,7 +144,7 @@ def test_sequences_of_different_lengths_cannot_be_extended_by_one_tile() -> None
         model.extend(random_tokens(batch=2, count=4), cache)
 
 
-def test_a_full_cache_refuses_and_is_left_as_it_was() -> None:
+def test_a_full_cache_refuses_and_does_not_change() -> None:
     model, tokens = model_of(small_config()), random_tokens()
     cache = model.new_cache(max_len=20)
     model.extend(tokens[:, :18], cache)
@@ -154,12 +154,12 @@ def test_a_full_cache_refuses_and_is_left_as_it_was() -> None:
     torch.testing.assert_close(model.extend(tokens[:, 18:20], cache), expected, **CLOSE)
 
 
-def test_a_cache_cannot_be_longer_than_the_positions_the_model_knows() -> None:
+def test_a_cache_cannot_be_longer_than_the_model() -> None:
     with pytest.raises(ValueError, match="76 tokens is longer than the 75"):
         model_of(small_config()).new_cache(max_len=76)
 
 
-def test_a_reset_cache_remembers_nothing() -> None:
+def test_a_reset_cache_is_empty() -> None:
     model, tokens = model_of(small_config()), random_tokens()
     cache = model.new_cache()
     first = model.extend(tokens, cache)
@@ -170,7 +170,7 @@ def test_a_reset_cache_remembers_nothing() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_reset_cache_recovers_from_numbers_that_are_none(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_cache_recovers_from_nan(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(small_config(n_layers=1, attention=attention)).to(DEVICE)
     tokens = random_tokens(count=41).to(DEVICE)
     expected, cache = model(tokens)[0], model.new_cache()
@@ -182,14 +182,14 @@ def test_a_reset_cache_recovers_from_numbers_that_are_none(attention: str, monke
     torch.testing.assert_close(got, expected, **CLOSE)
 
 
-def test_memory_is_counted_from_the_tensors_held() -> None:
+def test_bytes_are_counted_from_the_tensors() -> None:
     model = model_of(small_config())
     per_token = 2 * 2 * 8 * 4  # key and value, two groups, eight dims, four bytes
     blocks = (TOKENS - 8) // 4 + 1
     assert model.new_cache(3).bytes == 3 * 2 * per_token * (TOKENS + blocks + 1 + 12 + 8)
 
 
-def test_scaled_positions_hold_in_every_branch_of_the_cached_path() -> None:
+def test_rope_scale_applies_to_every_branch_of_the_cached_path() -> None:
     tokens = random_tokens()
     plain, scaled = (model_of(small_config(rope_scale=scale)) for scale in (1.0, 8.0))
     assert not torch.allclose(plain(tokens)[0], scaled(tokens)[0], atol=1e-2)
@@ -200,7 +200,7 @@ def test_scaled_positions_hold_in_every_branch_of_the_cached_path() -> None:
 def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: tiles by the kernels of training started where the cache ends, then steps by those of decoding."""
+    """Tiles run the training kernels from the cache's end on, then steps run the decode kernels."""
     model = model_of(small_config(n_layers=1)).to(DEVICE)
     tokens = random_tokens(batch=2, count=61, seed=2).to(DEVICE)  # with seed 0 two blocks tie, and rounding decides
     expected = model(tokens)[0]
@@ -222,7 +222,7 @@ def test_tiles_and_steps_through_the_kernels_give_the_hidden_states_of_one_pass(
         ({"phi": "avg"}, [21, 8]),
     ],
 )
-def test_the_kernels_leave_the_memory_that_plain_pytorch_leaves(
+def test_the_kernels_leave_the_caches_that_plain_pytorch_leaves(
     attention: str, changes: dict, tiles: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(small_config(n_layers=1, attention=attention, rope_scale=2.0, **changes)).to(DEVICE)
@@ -237,16 +237,16 @@ def test_the_kernels_leave_the_memory_that_plain_pytorch_leaves(
     through_kernels(monkeypatch)
     torch.testing.assert_close(read(kernels), expected, **CLOSE)
     if attention == "nsa":
-        assert_same_memory(kernels, plain)
+        assert_same_caches(kernels, plain)
     else:
-        torch.testing.assert_close(kernels.layers[0].kept_BT2GD, plain.layers[0].kept_BT2GD, **CLOSE)
+        torch.testing.assert_close(kernels.layers[0].cached_BT2GD, plain.layers[0].cached_BT2GD, **CLOSE)
 
 
 @pytest.mark.parametrize("through", ["plain", "kernels"])
 def test_tiles_and_steps_write_to_the_tensors_the_cache_was_made_with(
     through: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured graph writes where the tensors lay when it was captured: none may be put in another's place."""
+    """A captured graph writes to the tensors it was captured with: none may be replaced."""
     model, tokens = model_of(small_config(n_layers=1)).to(DEVICE), random_tokens(count=20).to(DEVICE)
     if through == "kernels":
         through_kernels(monkeypatch)

@@ -1,4 +1,4 @@
-"""Name, without a GPU and without compiling, the kernels that each tile of a long prompt would compile anew.
+"""List the kernels that each tile of a long prompt would compile, without a GPU and without compiling them.
 
 Run as a program in a process without TRITON_INTERPRET: `python -m tests.model.tile_variants`; prints JSON.
 """
@@ -11,13 +11,12 @@ import torch
 import triton
 from triton import knobs
 
+from tamis.attention import NSASpec
+from tamis.attention.cache import NSACache
 from tamis.attention.decode import kernel_tile
+from tamis.attention.kernels.cache_writes import write_tile
 from tamis.attention.kernels.start import DeviceStart
-from tamis.config import load_config
-from tamis.model.cache import NSACache
-from tamis.model.layers import Rotary
-from tamis.model.nsa import NSALayer
-from tamis.model.ops.cache_writes import remember_tile
+from tamis.attention.layer import NSAAttention
 from tests.attention.ahead_of_time import TargetDriver
 
 TILE, TILES, SPARE = 4096, 16, 32
@@ -32,25 +31,24 @@ def main() -> None:
         return True  # neither compiled nor launched
 
     knobs.runtime.jit_cache_hook = note
-    config = load_config(None, ["model.n_layers=1"])
     capacity = TILE * TILES + SPARE
-    layer = NSALayer(config, Rotary(config.model.d_k, 1e4, 1.0, capacity)).to(torch.bfloat16).requires_grad_(False)
-    cache = NSACache(config, 1, capacity, torch.bfloat16, torch.device("cpu"))
-    anew, where = [], torch.zeros(1, dtype=torch.int64)
+    layer = NSAAttention(768, 12, 2, 64, NSASpec(), max_len=capacity).to(torch.bfloat16).requires_grad_(False)
+    cache = layer.layer_cache(1, capacity)
+    compiled, where = [], torch.zeros(1, dtype=torch.int64)
     for start in range(0, TILE * TILES, TILE):
         before = set(seen)
         read_tile(layer, cache, DeviceStart(capacity - TILE, where) if start else 0)
-        anew.append(sorted(name for name, _ in seen - before))
-    print(json.dumps(anew))
+        compiled.append(sorted(name for name, _ in seen - before))
+    print(json.dumps(compiled))
 
 
-def read_tile(layer: NSALayer, cache: NSACache, start: int) -> None:
-    """What the layer launches for a tile, at the M7C shape."""
+def read_tile(layer: NSAAttention, cache: NSACache, start: int) -> None:
+    """Launch the kernels of one tile at the M7C shape."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(1, TILE, *shape, dtype=torch.bfloat16)
 
-    q, window = remember_tile(layer, empty(layer.heads + 6 * layer.groups, layer.dim), cache, start)
+    q, window = write_tile(layer, empty(layer.heads + 6 * layer.groups, layer.dim), cache, start)
     end = start + TILE
     kept = cache.compressed_BN2GD[:, : layer.spec.compressed_blocks(end)], cache.selected_BT2GD[:, :end], window
     kernel_tile(q, kept, empty(layer.heads, 3), layer.spec, start, end - window.shape[1])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tamis.attention.functional import Backend
 from tamis.config import Config
 from tamis.model import Decoder
 from tamis.train.distributed import Ranks
@@ -41,7 +42,9 @@ class Probe:
     With `ranks`, this process is one of them, and gradients are exchanged as in the run.
     """
 
-    def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, ranks: Ranks | None = None, backend: Backend = "auto"
+    ) -> None:
         if device.type == "cuda":
             gc.collect()  # a step and its graph form a cycle: an earlier one's memory would count as this one's
             torch.cuda.empty_cache()
@@ -49,7 +52,7 @@ class Probe:
         began = time.perf_counter()
         torch.manual_seed(config.train.seed)
         self._device, self._steps_taken = device, 0
-        self._step = TrainStep(Decoder(config).to(device), config, ranks or Ranks(0, 1, device))
+        self._step = TrainStep(Decoder(config, backend=backend).to(device), config, ranks or Ranks(0, 1, device))
         self._take_step(next(random_batches(config)))
         _synchronise(device)
         self._first_step_s = time.perf_counter() - began
@@ -78,9 +81,10 @@ def measure_steps(
     steps: int,
     warmup: int,
     ranks: Ranks | None = None,
+    backend: Backend = "auto",
 ) -> Measurement:
     """Measure a fresh model on one source of tokens."""
-    return Probe(config, device, ranks).measure(next_tokens, steps, warmup)
+    return Probe(config, device, ranks, backend).measure(next_tokens, steps, warmup)
 
 
 def random_batches(config: Config) -> Iterator[np.ndarray]:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tamis.attention.layer import NSAAttention
 from tamis.config import Config
 from tamis.model.decoder import Block
-from tamis.model.nsa import NSALayer
 from tamis.train.tools.causality import run_causality_tests
 from tests.model.tiny import tiny_config
 
@@ -40,13 +40,13 @@ def test_a_model_that_sees_the_next_token_fails(config, tmp_path, monkeypatch, c
 
 
 def test_a_cache_that_forgets_fails_alone(config, tmp_path, monkeypatch, capsys) -> None:
-    honest = NSALayer.step
+    honest = NSAAttention.attend_token
 
     def forgets(self, x, cache, positions):
         cache.window.slots_BW2GD.zero_()
         return honest(self, x, cache, positions)
 
-    monkeypatch.setattr(NSALayer, "step", forgets)
+    monkeypatch.setattr(NSAAttention, "attend_token", forgets)
     assert run_causality_tests(config, reports=tmp_path) == 1
     told = capsys.readouterr().out
     assert "FAIL cached decode equals the forward pass" in told

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tamis.attention.layer import NSAAttention
 from tamis.attention.verify import Check
 from tamis.config import load_config
-from tamis.model.nsa import NSALayer
 from tamis.train.guards import Anomaly
 from tamis.train.tools import selfcheck
 
@@ -26,13 +26,13 @@ def test_an_honest_model_passes(attention: str) -> None:
 
 
 def test_a_layer_that_sees_one_token_ahead_fails_causality(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = NSALayer.forward
+    honest = NSAAttention.with_gates
 
     def leaking(self, x):
         out, gates = honest(self, x)
         return out + x.roll(-1, dims=1), gates
 
-    monkeypatch.setattr(NSALayer, "forward", leaking)
+    monkeypatch.setattr(NSAAttention, "with_gates", leaking)
     causality, _ = selfcheck.model_is_causal(tiny(), CPU)
     assert not causality.passed and causality.measured > 0
 

@@ -1,4 +1,4 @@
-"""Linear layer and cross-entropy by chunks equal the plain computation, in value and in every gradient."""
+"""Linear layer and cross-entropy by chunks, and the kernel alone, equal PyTorch in value and in every gradient."""
 
 import pytest
 import torch
@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tamis.model.ops import loss
-from tamis.model.ops.loss import linear_cross_entropy
+from tamis.model import loss
+from tamis.model.loss import cross_entropy_rows_, linear_cross_entropy
+from tests.attention.devices import DEVICE
+
+# Rows, vocabulary, padded columns: a tile has 4,096 columns of four bytes, fewer if the row is short.
+WHOLE_TILES_AND_RESTS = [(3, 257, 384), (2, 5000, 5120), (1, 7, 7), (2, 4096, 4096), (2, 4096, 4224), (2, 8195, 8320)]
 
 
 def problem(rows: int, width: int, vocab: int, padding: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,3 +99,36 @@ def test_large_logits_stay_finite(scale: float) -> None:
     got = value_and_gradients(linear_cross_entropy(hidden * scale, weight, targets, 11), hidden, weight)
     expected = value_and_gradients(F.cross_entropy(hidden * scale @ weight.T, targets), hidden, weight)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("rows", "vocab", "padded"), WHOLE_TILES_AND_RESTS)
+def test_the_kernel_equals_pytorch_and_padding_gets_no_gradient(rows: int, vocab: int, padded: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(rows, padded, generator=generator) * 5).to(DEVICE)
+    targets = torch.randint(vocab, (rows,), generator=generator).to(DEVICE)
+    expected = logits[:, :vocab].clone().requires_grad_()
+    wanted = F.cross_entropy(expected, targets, reduction="none")
+    wanted.sum().backward()
+
+    assert torch.allclose(cross_entropy_rows_(logits.clone(), targets, vocab, write_gradient=False), wanted, atol=1e-5)
+    losses = cross_entropy_rows_(logits, targets, vocab, write_gradient=True)
+
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    assert torch.allclose(logits[:, :vocab], expected.grad, atol=1e-6)
+    assert (logits[:, vocab:] == 0).all()
+
+
+def test_padding_columns_do_not_count() -> None:
+    logits = torch.randn(4, 384, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    targets = torch.tensor([0, 100, 255, 256], device=DEVICE)
+    clean, dirty = logits.clone(), logits.clone()
+    dirty[:, 257:] = torch.tensor([float("nan"), float("inf"), 1e38, -1e38], device=DEVICE)[:, None]
+    losses = [cross_entropy_rows_(x, targets, 257, write_gradient=True) for x in (clean, dirty)]
+    assert torch.equal(*losses) and torch.equal(clean, dirty)
+
+
+def test_huge_logits_stay_finite_in_the_kernel() -> None:
+    logits = torch.tensor([[3e4, -3e4, 0.0, 1.0]], device=DEVICE)
+    losses = cross_entropy_rows_(logits, torch.tensor([1], device=DEVICE), 4, write_gradient=True)
+    assert losses.item() == 6e4
+    assert logits.isfinite().all()

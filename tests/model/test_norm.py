@@ -1,10 +1,9 @@
-"""The residual addition with its norm, as one kernel, against plain PyTorch: values and gradients."""
+"""RMS norm against its formula, and the kernel fused with the residual addition against plain PyTorch."""
 
 import pytest
 import torch
 
-from tamis.model.layers import RMSNorm
-from tamis.model.ops.norm import add_and_norm
+from tamis.model.norm import RMSNorm, add_and_norm
 from tests.attention.devices import DEVICE
 
 EPS = 1e-5
@@ -32,7 +31,7 @@ def test_kernel_equals_pytorch_in_value_and_gradient(rows: int, dim: int, sum_is
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_norm_is_of_the_sum_as_the_stream_holds_it() -> None:
+def test_the_norm_is_computed_from_the_rounded_sum() -> None:
     x, branch, norm = problem(6, 32)
     total, normed = norm.of_sum(x.bfloat16(), branch.bfloat16())
     assert total.dtype == normed.dtype == torch.bfloat16
@@ -44,3 +43,11 @@ def test_leading_dimensions_are_kept() -> None:
     x, branch, norm = problem(12, 8)
     total, normed = add_and_norm(x.view(3, 4, 8), branch.view(3, 4, 8), norm.weight, EPS)
     assert total.shape == normed.shape == (3, 4, 8)
+
+
+def test_the_norm_divides_by_the_root_mean_square() -> None:
+    norm, x = RMSNorm(12, eps=1e-5), torch.randn(3, 7, 12)
+    torch.nn.init.normal_(norm.weight)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    assert norm(x.bfloat16()).dtype == torch.bfloat16

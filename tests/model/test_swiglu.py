@@ -1,10 +1,10 @@
-"""The SwiGLU kernel against plain PyTorch, value and gradient."""
+"""The SwiGLU layer and its kernel against plain PyTorch, value and gradient."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tamis.model.ops.swiglu import _swiglu, swiglu
+from tamis.model.swiglu import SwiGLU, _swiglu, swiglu
 from tests.attention.devices import DEVICE
 
 
@@ -27,3 +27,9 @@ def test_kernel_equals_pytorch_in_value_and_gradient(rows: int, width: int) -> N
 def test_leading_dimensions_are_kept() -> None:
     merged = torch.randn(2, 3, 10, device=DEVICE)
     assert torch.allclose(swiglu(merged), plain(merged), atol=1e-6)
+
+
+def test_the_feed_forward_is_swiglu() -> None:
+    layer, x = SwiGLU(6, 10), torch.randn(4, 6)
+    gate, up = layer.gate_and_up.weight[:10], layer.gate_and_up.weight[10:]
+    torch.testing.assert_close(layer(x), (F.silu(x @ gate.T) * (x @ up.T)) @ layer.down.weight.T)

@@ -1,7 +1,7 @@
-"""Triton: what new tokens leave in a layer's caches: two launches, for a tile of a prompt and for a decode step alike.
+"""Triton: write new tokens to a layer's caches, in two launches for a tile of a prompt and for a decode step alike.
 
-`_compress_kernel` makes the compressed keys and values of the blocks that end among the new tokens, from them and from
-the tail's ring. Then `_keep_kernel` rotates queries and keys where they lie, and writes keys and values to the caches.
+`_compress_kernel` computes the compressed keys and values of the blocks that end among the new tokens, from them and
+from the tail's ring. Then `_write_kernel` rotates queries and keys in place and writes keys and values to the caches.
 
 Shapes: B sequences, S new tokens of each, C heads in all (queries; keys and values of each branch), D head dim.
 """
@@ -9,25 +9,33 @@ Shapes: B sequences, S new tokens of each, C heads in all (queries; keys and val
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.cache import NSACache
+from tamis.attention.compress import LearnedCompression
 from tamis.attention.kernels.launch import padded, precision
 from tamis.attention.kernels.start import DeviceStart, read_start, start_argument
-from tamis.model.cache import DenseCache, NSACache
-from tamis.model.compress import LearnedCompression
 
 if TYPE_CHECKING:
-    from tamis.model.dense import DenseLayer
-    from tamis.model.nsa import NSALayer
+    from tamis.attention.layer import NSAAttention
+    from tamis.attention.rotary import Rotary
 
-BLOCKS = 16  # compressed at once, by one program
-MATRIX_BYTES = 16384  # multiplied at once
+BLOCKS = 16  # compressed by one program
+MATRIX_BYTES = 16384  # of a weight tile
 WARPS, STAGES = 4, 3
+
+
+class HasHeads(Protocol):
+    """The fields of a layer that its caches depend on."""
+
+    heads: int
+    groups: int
+    rotary: Rotary
 
 
 @triton.jit
@@ -42,7 +50,7 @@ def _compress_kernel(
     L: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A row is one group's block: of a tile the first that ends in it and `blocks` − 1 more, of a step one or none."""
+    """Compress a row per group and block: the first block that ends in a tile and `blocks` − 1 more; in a step, ≤ 1."""
     is_k = tl.program_id(1) == 0
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     alive = row < rows
@@ -65,7 +73,7 @@ def _compress_kernel(
     from_tile = heads + (sequence * S - now) * (C * D) + (H + kv_head) * D  # + token · C · D
     from_tail = tail + sequence * stride_tb + kv_head * D
     acc = tl.zeros([BM, DP], tl.float32)
-    # Most steps end no block: nothing is read then.
+    # Most steps end no block and read nothing here.
     for first in range(0, tl.where(tl.max(alive.to(tl.int32), 0) > 0, L * D, 0), BK):
         k = first + tl.arange(0, BK)
         token = first_token[:, None] + (k // D)[None, :]
@@ -82,7 +90,7 @@ def _compress_kernel(
     bias = tl.load(tl.where(is_k, bias_k, bias_v) + column, mask=column < D, other=0.0).to(tl.float32)
     acc += bias[None, :]
     middle = (acc * tl.sigmoid(acc)).to(heads.dtype.element_ty)
-    # The last matrix in halves, for a key's halves are rotated into each other.
+    # The last matrix is applied in halves, because rotation mixes the halves of a key.
     half = tl.arange(0, HALF)
     there = half < D // 2
     out, out_bias = tl.where(is_k, out_k, out_v), tl.where(is_k, out_bias_k, out_bias_v)
@@ -93,7 +101,7 @@ def _compress_kernel(
     first += tl.load(out_bias + half, mask=there, other=0.0).to(tl.float32)[None, :]
     second += tl.load(out_bias + D // 2 + half, mask=there, other=0.0).to(tl.float32)[None, :]
     kept = alive[:, None] & there[None, :]
-    angle = (block * STRIDE + L - 1)[:, None] * (D // 2) + half[None, :]  # of the block's last token
+    angle = (block * STRIDE + L - 1)[:, None] * (D // 2) + half[None, :]  # at the block's last token
     c = tl.load(cos + angle, mask=kept & is_k, other=1.0)
     s = tl.load(sin + angle, mask=kept & is_k, other=0.0)
     first, second = _rotate(first.to(heads.dtype.element_ty), second.to(heads.dtype.element_ty), c, s)
@@ -103,12 +111,12 @@ def _compress_kernel(
 
 
 @triton.jit(do_not_specialize=["S", "start", "older", "W"])
-def _keep_kernel(
+def _write_kernel(
     heads, positions, cos, sin, kept, ring, recent, tail, S, start, older, W, stride_kb, stride_rb, stride_tb,
     L: tl.constexpr, C: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, NSA: tl.constexpr,
 ):  # fmt: skip
-    """One token. `heads` are queries, then (NSA) unrotated key and value, then key and value of each cached branch."""
+    """Write one token. `heads`: queries, (NSA) unrotated key and value, then key and value of each cached branch."""
     n = tl.program_id(0).to(tl.int64)
     sequence, s = n // S, (n % S).to(tl.int32)
     position = tl.load(positions + sequence).to(tl.int32) if start is None else read_start(start) + s
@@ -125,7 +133,7 @@ def _keep_kernel(
     tl.store(at, first.to(heads.dtype.element_ty), mask=(h < H) & there)
     tl.store(at + D // 2, second.to(heads.dtype.element_ty), mask=(h < H) & there)
 
-    k = tl.arange(0, GP)[:, None]  # keys of the groups, then values, and of both branches of NSA
+    k = tl.arange(0, GP)[:, None]  # keys, then values, of each group; in NSA for two branches
     mask = (k < (4 * G if NSA else 2 * G)) & there
     at = heads + ((H + 2 * G if NSA else H) + k) * D + half
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -155,7 +163,7 @@ def _keep_kernel(
 
 @triton.jit(do_not_specialize=["start", "older", "W"])
 def _unroll_kernel(ring, window, start, older, W, stride_rb, stride_wb, ROW: tl.constexpr, ROW_P2: tl.constexpr):
-    """One of the tokens before a tile, from the ring to its place before the tile's own."""
+    """Copy one of the tokens before a tile from the ring to the tile's window."""
     n, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, ROW_P2)
     slot = (read_start(start) - older + n) % W
@@ -163,8 +171,8 @@ def _unroll_kernel(ring, window, start, older, W, stride_rb, stride_wb, ROW: tl.
     tl.store(window + sequence * stride_wb + n * ROW + column, row, mask=column < ROW)
 
 
-def remember_tile(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
-    """Write tokens from `start` on to the cache; their queries, a view of `heads`, and the window from its first key.
+def write_tile(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
+    """Write tokens from `start` on to the cache; return their queries, a view of `heads`, and the window.
 
     `heads` is overwritten.
     """
@@ -178,29 +186,29 @@ def remember_tile(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, start: i
             ROW=2 * layer.groups * D, ROW_P2=triton.next_power_of_2(2 * layer.groups * D), num_warps=WARPS,
         )  # fmt: skip
     _compress(layer, heads_BSCD, cache, start)
-    _keep(layer, heads_BSCD, cache.selected_BT2GD, start, cache, window)
+    _write(layer, heads_BSCD, cache.selected_BT2GD, start, cache, window)
     return heads_BSCD[:, :, : layer.heads], window
 
 
-def remember_step(layer: NSALayer, heads_B1CD: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
-    """Write one token of each sequence to the cache; their queries, a view of `heads`, which is overwritten."""
+def write_token(layer: NSAAttention, heads_B1CD: Tensor, cache: NSACache, positions_B: Tensor) -> Tensor:
+    """Write one token of each sequence to the cache; return their queries, a view of `heads`, which is overwritten."""
     _compress(layer, heads_B1CD, cache, positions_B)
-    _keep(layer, heads_B1CD, cache.selected_BT2GD, positions_B, cache)
+    _write(layer, heads_B1CD, cache.selected_BT2GD, positions_B, cache)
     return heads_B1CD[:, 0, : layer.heads]
 
 
-def remember_dense(layer: DenseLayer, heads_BSCD: Tensor, cache: DenseCache, at: int | Tensor) -> Tensor:
-    """The same for the dense twin, tiles (`at` their start) and steps (`at` each sequence's position)."""
-    _keep(layer, heads_BSCD, cache.kept_BT2GD, at)
+def write_dense(layer: HasHeads, heads_BSCD: Tensor, cached_BT2GD: Tensor, at: int | Tensor) -> Tensor:
+    """Write tokens of dense attention: `at` is a tile's start, or each sequence's position in a step."""
+    _write(layer, heads_BSCD, cached_BT2GD, at)
     return heads_BSCD[:, :, : layer.heads]
 
 
-def _compress(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, at: int | Tensor) -> None:
-    """Compress the blocks that end among the new tokens, whose heads are unrotated; the tail holds those before."""
+def _compress(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, at: int | Tensor) -> None:
+    """Compress the blocks that end among the new tokens, whose heads are unrotated; the tail holds earlier tokens."""
     B, S, C, D = heads_BSCD.shape
     spec, G, DP = layer.spec, layer.groups, padded(D)
     positions, start = _position(at)
-    blocks = 1 if start is None else triton.cdiv(S, spec.d)  # as many as may end in so many tokens
+    blocks = 1 if start is None else triton.cdiv(S, spec.d)  # the most that can end in S tokens
     matrices = [
         x.contiguous()
         for c in cast(tuple[LearnedCompression, ...], (layer.compress_k, layer.compress_v))
@@ -217,29 +225,29 @@ def _compress(layer: NSALayer, heads_BSCD: Tensor, cache: NSACache, at: int | Te
 
 
 def _position(at: int | Tensor) -> tuple[Tensor | None, int | Tensor | None]:
-    """Each sequence's position, of a step, or the start of a tile; the other is None."""
+    """Return (each sequence's position, None) for a step, (None, start) for a tile."""
     if isinstance(at, Tensor):
         return at, None
     return None, at.where if isinstance(at, DeviceStart) else at
 
 
-def _keep(
-    layer: NSALayer | DenseLayer,
+def _write(
+    layer: HasHeads,
     heads_BSCD: Tensor,
-    kept_BT2GD: Tensor,
+    cached_BT2GD: Tensor,
     at: int | Tensor,
     cache: NSACache | None = None,
     window_BT2GD: Tensor | None = None,
 ) -> None:
-    """Rotate queries and keys, and write to the cache of all tokens and, of NSA, to the rings and the tile's window."""
+    """Rotate queries and keys; write to the cache of all tokens and, for NSA, to the rings and the tile's window."""
     B, S, C, D = heads_BSCD.shape
     G, H = layer.groups, layer.heads
     positions, start = _position(at)
-    ring, tail = (cache.window.slots_BW2GD, cache.tail.slots_BW2GD) if cache else (kept_BT2GD, kept_BT2GD)
+    ring, tail = (cache.window.slots_BW2GD, cache.tail.slots_BW2GD) if cache else (cached_BT2GD, cached_BT2GD)
     older = 0 if window_BT2GD is None else window_BT2GD.shape[1] - S
-    _keep_kernel[(B * S,)](
-        heads_BSCD, positions, layer.rotary.cos, layer.rotary.sin, kept_BT2GD, ring, window_BT2GD, tail,
-        S, start, older, ring.shape[1], kept_BT2GD.stride(0), ring.stride(0), tail.stride(0),
+    _write_kernel[(B * S,)](
+        heads_BSCD, positions, layer.rotary.cos, layer.rotary.sin, cached_BT2GD, ring, window_BT2GD, tail,
+        S, start, older, ring.shape[1], cached_BT2GD.stride(0), ring.stride(0), tail.stride(0),
         L=cache.spec.l if cache else 1, C=C, H=H, HP=triton.next_power_of_2(H), G=G,
         GP=triton.next_power_of_2((4 if cache else 2) * G), D=D, HALF=max(16, padded(D) // 2), NSA=cache is not None,
         num_warps=WARPS,

@@ -1,14 +1,40 @@
-"""Triton: SwiGLU over rows of `[gate | up]`, forward and backward."""
+"""The SwiGLU feed-forward layer, and `silu(gate) · up` over the merged product `[gate | up]` as one Triton kernel.
+
+The backward kernel writes the gradients of both halves in one pass; torch.compile would compute each half twice.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-# Narrow tiles: few lanes beyond the end of a row whose width is no power of two.
+# Narrow tiles leave few lanes idle at the end of a row whose width is no power of two.
 TILE = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_and_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_and_up(x)))
+
+
+def swiglu(merged: Tensor) -> Tensor:
+    """Return `silu(gate) · up` of `[…, 2·width]` as `[…, width]`."""
+    if merged.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return swiglu_rows(merged.flatten(0, -2)).unflatten(0, merged.shape[:-1])  # saves the custom op's host time
+    if merged.is_cuda:
+        return _swiglu(merged.flatten(0, -2)).unflatten(0, merged.shape[:-1])
+    gate, up = merged.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def swiglu_rows(merged_TW: Tensor) -> Tensor:
@@ -18,11 +44,38 @@ def swiglu_rows(merged_TW: Tensor) -> Tensor:
     return out
 
 
+@torch.library.custom_op("tamis::swiglu", mutates_args=())
+def _swiglu(merged_TW: Tensor) -> Tensor:
+    return swiglu_rows(merged_TW)
+
+
+@torch.library.custom_op("tamis::swiglu_backward", mutates_args=())
 def swiglu_rows_backward(d_out: Tensor, merged_TW: Tensor) -> Tensor:
     d_out, merged_TW = d_out.contiguous(), merged_TW.contiguous()
     d_merged = torch.empty_like(merged_TW)
     _backward_kernel[_grid(d_out)](merged_TW, d_out, d_merged, *d_out.shape, **TILE)
     return d_merged
+
+
+@_swiglu.register_fake
+def _(merged_TW: Tensor) -> Tensor:
+    return merged_TW.new_empty(merged_TW.shape[0], merged_TW.shape[1] // 2)
+
+
+@swiglu_rows_backward.register_fake
+def _(d_out: Tensor, merged_TW: Tensor) -> Tensor:
+    return torch.empty_like(merged_TW, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _backward(ctx: Any, d_out: Tensor) -> Tensor:
+    return swiglu_rows_backward(d_out, ctx.saved_tensors[0])
+
+
+_swiglu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _grid(out: Tensor) -> tuple[int]:
@@ -31,9 +84,9 @@ def _grid(out: Tensor) -> tuple[int]:
 
 @triton.jit
 def _load_halves(merged, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's tile: its rows and columns, their mask, and both halves in float32."""
+    """Return this program's rows and columns, their mask, and both halves in float32."""
     tiles = tl.cdiv(width, COLUMNS)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS  # 64 bits: rows × width passes 2^31
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS  # 64 bits: rows × width exceeds 2^31
     row = first + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention import NSASpec
-from tamis.model.compress import AverageCompression, LearnedCompression
+from tamis.attention.compress import LearnedCompression, MeanCompression
 from tests.attention.inputs import specs
 
 DIM = 6
@@ -28,9 +28,9 @@ def learned(spec: NSASpec) -> LearnedCompression:
 
 
 def plain_mlp(phi: LearnedCompression, x: Tensor) -> Tensor:
-    """The MLP over each block's tokens, one after the other, each with the embedding of its place."""
-    with_place = unfolded(x, phi.spec) + phi.place[:, None]
-    return phi.out(F.silu(phi.hidden(with_place.transpose(2, 3).flatten(3))))
+    """The MLP over each block's tokens, one after the other, each with the embedding of its offset."""
+    with_offset = unfolded(x, phi.spec) + phi.place[:, None]
+    return phi.out(F.silu(phi.hidden(with_offset.transpose(2, 3).flatten(3))))
 
 
 def sequence(tokens: int) -> Tensor:
@@ -51,20 +51,20 @@ def test_learned_compression_equals_the_mlp_over_unfolded_blocks(spec: NSASpec, 
 
 @settings(max_examples=30)
 @given(specs(), st.integers(1, 30))
-def test_average_compression_equals_the_mean_over_unfolded_blocks(spec: NSASpec, tokens: int) -> None:
+def test_mean_compression_equals_the_mean_over_unfolded_blocks(spec: NSASpec, tokens: int) -> None:
     x = sequence(tokens)
-    torch.testing.assert_close(AverageCompression(spec)(x), unfolded(x, spec).mean(dim=2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(MeanCompression(spec)(x), unfolded(x, spec).mean(dim=2), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("phi", [AverageCompression(NSASpec(4, 2, 4, 3, 4)), learned(NSASpec(4, 2, 4, 3, 4))])
-def test_groups_are_compressed_alike_and_apart(phi: torch.nn.Module) -> None:
+@pytest.mark.parametrize("phi", [MeanCompression(NSASpec(4, 2, 4, 3, 4)), learned(NSASpec(4, 2, 4, 3, 4))])
+def test_groups_are_compressed_alike_and_do_not_mix(phi: torch.nn.Module) -> None:
     x = sequence(13)
     torch.testing.assert_close(phi(x)[:, :, 1:2], phi(x[:, :, 1:2].contiguous()))
     torch.testing.assert_close(phi(x[:, :, [2, 0, 1]]), phi(x)[:, :, [2, 0, 1]])
 
 
-def test_the_place_in_the_block_matters_to_the_learned_compression_alone() -> None:
+def test_only_the_learned_compression_depends_on_the_offset_in_the_block() -> None:
     spec = NSASpec(4, 4, 4, 3, 4)
     x, swapped = sequence(4), sequence(4)[:, [1, 0, 2, 3]]
-    torch.testing.assert_close(AverageCompression(spec)(x), AverageCompression(spec)(swapped), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(MeanCompression(spec)(x), MeanCompression(spec)(swapped), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(learned(spec)(x), learned(spec)(swapped))

@@ -1,4 +1,4 @@
-"""Triton: the heads of a merged projection cut into parts and turned by their positions, and the way back.
+"""Triton: cut the heads of a merged projection into parts and rotate them by position; join their gradients.
 
 A row is one head of one token; a part holds the rows of its heads alone. Every number is read once and written once.
 """
@@ -14,28 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS = 4
-ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # of a program; with 64, float16 spills
+ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # per program; with 64, float16 spills registers
 
 
 def split_heads_rows(
-    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int], turned: Sequence[bool]
+    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int], rotated: Sequence[bool]
 ) -> list[Tensor]:
     B, S, _, D = merged_BSCD.shape
     parts = [merged_BSCD.new_empty(B, S, size, D) for size in sizes]
-    _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, turned)
+    _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, rotated)
     return parts
 
 
-def join_heads_rows(d_parts: Sequence[Tensor], cos: Tensor, sin: Tensor, turned: Sequence[bool]) -> Tensor:
-    """The gradient of what was split."""
+def join_heads_rows(d_parts: Sequence[Tensor], cos: Tensor, sin: Tensor, rotated: Sequence[bool]) -> Tensor:
+    """Return the gradient of the merged heads from the gradients of the parts."""
     B, S, _, D = d_parts[0].shape
     d_merged = d_parts[0].new_empty(B, S, sum(part.shape[2] for part in d_parts), D)
-    _launch(_join_kernel, d_merged, [part.contiguous() for part in d_parts], cos, sin, turned)
+    _launch(_join_kernel, d_merged, [part.contiguous() for part in d_parts], cos, sin, rotated)
     return d_merged
 
 
 def _launch(
-    kernel: Any, merged_BSCD: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, turned: Sequence[bool]
+    kernel: Any, merged_BSCD: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, rotated: Sequence[bool]
 ) -> None:
     B, S, C, D = merged_BSCD.shape
     rows, tile = B * S * C, ROWS[merged_BSCD.dtype]
@@ -47,7 +47,7 @@ def _launch(
         rows,
         S,
         SIZES=tuple(part.shape[2] for part in parts),
-        TURNED=tuple(turned),
+        ROTATED=tuple(rotated),
         HEADS=C,
         HALF=D // 2,
         WIDTH=triton.next_power_of_2(D // 2),
@@ -57,41 +57,41 @@ def _launch(
 
 
 @triton.jit
-def _place(rows, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's rows: the first number, token and head of each, the columns of a half, and which of them exist."""
+def _rows(rows, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return each row's first offset, token and head, the columns of a half, and the mask of what exists."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    start = row.to(tl.int64) * (2 * HALF)  # 64 bits: rows × dim passes 2^31
+    start = row.to(tl.int64) * (2 * HALF)  # 64 bits: rows × dim exceeds 2^31
     return start, row // HEADS, row % HEADS, column, (row < rows) & (column < HALF)
 
 
 @triton.jit
 def _angles(  # type: ignore[no-untyped-def]
-    cos, sin, token, head, S, column, inside, SIZES: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr
+    cos, sin, token, head, S, column, inside, SIZES: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr
 ):
-    """Cosines and sines of each row; 1 and 0 for a head that is not turned."""
-    is_turned = head < 0
+    """Return the cosines and sines of each row; 1 and 0 for a head that is not rotated."""
+    is_rotated = head < 0
     first = 0
     for part in tl.static_range(len(SIZES)):
-        if TURNED[part]:
-            is_turned |= (head >= first) & (head < first + SIZES[part])
+        if ROTATED[part]:
+            is_rotated |= (head >= first) & (head < first + SIZES[part])
         first += SIZES[part]
-    place = (token % S) * HALF + column
+    offset = (token % S) * HALF + column
     return (
-        tl.load(cos + place, mask=inside & is_turned, other=1.0),
-        tl.load(sin + place, mask=inside & is_turned, other=0.0),
+        tl.load(cos + offset, mask=inside & is_rotated, other=1.0),
+        tl.load(sin + offset, mask=inside & is_rotated, other=0.0),
     )
 
 
 @triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
-    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
+    start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
-    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, TURNED, HALF)
+    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
     a, b = (a * c - b * s).to(merged.dtype.element_ty), (b * c + a * s).to(merged.dtype.element_ty)
     first = 0
     for part in tl.static_range(len(SIZES)):
@@ -104,10 +104,10 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
-    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
+    merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    start, token, head, column, inside = _place(rows, HEADS, HALF, WIDTH, ROWS)
+    start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
     b = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
     first = 0
@@ -117,7 +117,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         a = tl.where(mine, tl.load(source, mask=mine, other=0.0), a)
         b = tl.where(mine, tl.load(source + HALF, mask=mine, other=0.0), b)
         first += SIZES[part]
-    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, TURNED, HALF)
+    c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
     a, b = a.to(tl.float32), b.to(tl.float32)
     tl.store(merged + start + column, (a * c + b * s).to(merged.dtype.element_ty), mask=inside)
     tl.store(merged + start + column + HALF, (b * c - a * s).to(merged.dtype.element_ty), mask=inside)

@@ -1,0 +1,86 @@
+"""Rotary positions, and the cut of a merged projection into heads, with those that carry positions rotated.
+
+On a GPU `split_heads` cuts and rotates in one pass over memory, and joins the gradients in another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines for positions 0 … length−1, applied per head to pairs (i, i + D/2)."""
+
+    def __init__(self, dim: int, base: float, scale: float, length: int) -> None:
+        super().__init__()
+        # float64: at a million tokens a float32 angle is wrong by hundredths of a radian.
+        frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float64) / scale, frequency)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def forward(self, x_BSHD: Tensor, positions_S: Tensor) -> Tensor:
+        return rotate(x_BSHD, self.cos[positions_S], self.sin[positions_S])
+
+
+def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D/2) of every head by the angles of their positions."""
+    cos, sin = cos_SD[:, None], sin_SD[:, None]
+    first, second = x_BSHD.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+
+
+def split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
+    """Cut C heads into parts of `sizes` heads, for tokens at positions 0 … S−1.
+
+    Parts marked in `rotated` are rotated by the tables `[length, D/2]`.
+    """
+    if merged_BSCD.is_cuda:
+        return _split_heads(merged_BSCD, cos, sin, sizes, rotated)
+    parts, S = merged_BSCD.split(sizes, dim=2), merged_BSCD.shape[1]
+    return [rotate(part, cos[:S], sin[:S]) if r else part for part, r in zip(parts, rotated, strict=True)]
+
+
+@torch.library.custom_op("tamis::split_heads", mutates_args=())
+def _split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
+    from tamis.attention.kernels.split_heads import (
+        split_heads_rows,  # here, because a machine without a GPU may lack Triton
+    )
+
+    return split_heads_rows(merged_BSCD, cos, sin, sizes, rotated)
+
+
+@torch.library.custom_op("tamis::join_heads", mutates_args=())
+def _join_heads(d_parts: list[Tensor], cos: Tensor, sin: Tensor, rotated: list[bool]) -> Tensor:
+    from tamis.attention.kernels.split_heads import join_heads_rows
+
+    return join_heads_rows(d_parts, cos, sin, rotated)
+
+
+@_split_heads.register_fake
+def _(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
+    B, S, _, D = merged_BSCD.shape
+    return [merged_BSCD.new_empty(B, S, size, D) for size in sizes]
+
+
+@_join_heads.register_fake
+def _(d_parts: list[Tensor], cos: Tensor, sin: Tensor, rotated: list[bool]) -> Tensor:
+    B, S, _, D = d_parts[0].shape
+    return d_parts[0].new_empty(B, S, sum(part.shape[2] for part in d_parts), D)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, cos, sin, _, ctx.rotated = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, d_parts: list[Tensor]) -> tuple[Tensor, None, None, None, None]:
+    return _join_heads(d_parts, *ctx.saved_tensors, ctx.rotated), None, None, None, None
+
+
+_split_heads.register_autograd(_backward, setup_context=_setup_context)
