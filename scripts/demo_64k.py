@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tamis.cli.common import announced
 from tamis.cli.main import guarded
-from tamis.cli.waiting import announced
 
 
 def main() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tamis.cli.common import CHECK, Words, loading_torch, resolve, resolve_for_this_machine, split
-from tamis.cli.help import Verb, Verbs
-from tamis.cli.waiting import announced
+from tamis.cli.common import (
+    CHECK,
+    Verb,
+    Verbs,
+    Words,
+    announced,
+    loading_torch,
+    resolve,
+    resolve_for_this_machine,
+    split,
+)
 from tamis.config import ConfigError, load_config
 from tamis.run.files.exit_codes import ExitCode
 
@@ -33,7 +42,7 @@ def check(
         bool, typer.Option("--quick", help="only what needs no torch and no data; takes a second")
     ] = False,
 ) -> None:
-    """Is this machine ready for this run? Numbered checks, each with its evidence and its remedy.
+    """Check that this machine is ready for this run: numbered checks, each with its evidence and remedy.
 
     The GPUs decide the config when none is given, as for `tamis run`. Exit code 1 when a check failed.
 
@@ -54,9 +63,9 @@ def verify(words: Words = None, json: Json = False, resolved: Resolved = False) 
 
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
-    config = load_config(split(words)[0]) if resolved else resolve(words)
-    if not json:
-        loading_torch()
+    stream = sys.stderr if json else None
+    config = load_config(split(words)[0]) if resolved else resolve(words, stream=stream)
+    loading_torch(stream)
     from tamis.train.tools.selfcheck import run_selfcheck
 
     with announced(f"checking a fresh {config.model.name} on this device"):
@@ -84,9 +93,11 @@ def verify_checkpoint(
 @verb()
 def causality(
     words: Words = None,
-    full: Annotated[bool, typer.Option("--full", help="also the lengths around l, w, 2w, 4w, kernels, floor")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="also lengths around l, w, 2w, 4w, the kernels, the loss floor")
+    ] = False,
 ) -> None:
-    """Three tests that nothing of the future reaches the past; the log goes to artifacts/test-reports/.
+    """Run three tests that the future never changes the past; the log goes to artifacts/test-reports/.
 
     Example: tamis causality configs/m7c_125m_2xa100_production.yaml --full
     """
@@ -106,15 +117,15 @@ def estimate(
     json: Json = False,
     resolved: Resolved = False,
 ) -> None:
-    """What a run will cost, from a few measured steps: speed, memory, time, disk, and what would be better.
+    """Estimate what a run costs from a few measured steps: speed, memory, time, disk, and better settings.
 
     The GPUs decide the config when none is given, as for `tamis run`.
 
     Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
     """
-    config = load_config(split(words)[0]) if resolved else resolve_for_this_machine(words)
-    if not json:
-        loading_torch()
+    stream = sys.stderr if json else None
+    config = load_config(split(words)[0]) if resolved else resolve_for_this_machine(words, stream)
+    loading_torch(stream)
     from tamis.train.tools.estimate import run_estimate
 
     with announced(f"measuring a few steps of {config.model.name}"):
@@ -137,7 +148,7 @@ def config_show(words: Words = None) -> None:
 
 @config_verb("validate")
 def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files")]) -> None:
-    """Check configuration files; every problem is named with its key.
+    """Check configuration files; each problem is listed with its key.
 
     Example: tamis config validate configs/*.yaml
     """

@@ -1,19 +1,28 @@
-"""What the verbs share: their panels, the words that name a configuration, and how these become one."""
+"""What the verbs share: help panels, the arguments that name a configuration, and announcements of long work."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tamis import __version__
 from tamis.config import Config, ConfigError, known_keys, load_config
 from tamis.config.legacy import variable_overrides
+from tamis.run.background import repeated
+from tamis.run.files.console import say
 from tamis.run.files.hardware import read_gpus
 from tamis.run.plan import choose_config
+
+TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
+REMIND_EVERY_S = 10.0
 
 Words = Annotated[
     list[str] | None,
@@ -24,29 +33,55 @@ Words = Annotated[
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir")]
 
-TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
+
+class Verb(TyperCommand):
+    """A command whose help shows no Python types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
 
 
-def resolve(words: list[str] | None, default: str | None = None) -> Config:
-    """The config file ($CONFIG, then `default`, when none is given), then the variables, then single keys."""
+class Verbs(TyperGroup):
+    """A group of commands whose help shows no Python types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+        if getattr(parameter, "min", None) is not None and parameter.metavar is None:
+            parameter.metavar = "N"
+        if parameter.param_type_name == "argument" and parameter.metavar is not None:
+            parameter.display_type_rich = lambda ctx: None  # the name is enough: RUN, CONFIG|SECTION.KEY=VALUE
+    return parameters
+
+
+def resolve(words: list[str] | None, default: str | None = None, stream: TextIO | None = None) -> Config:
+    """Resolve the config file ($CONFIG, then `default`, if none is given), then variables, then single keys.
+
+    The effects of variables are printed to `stream`, or stdout.
+    """
     path, overrides = split(words)
     from_variables, effects = variable_overrides(os.environ)
     for effect in effects:
-        print(f"[tamis] {effect}", flush=True)
+        say(effect, stream)
     config = load_config(path or default, [*from_variables, *overrides])
     if path is None:
         chosen = default or f"the built-in defaults, {config.model.name}"
-        print(f"[tamis] no config was named, so this is {chosen}", file=sys.stderr, flush=True)
+        say(f"no config was named, so this is {chosen}", sys.stderr)
     return config
 
 
-def resolve_for_this_machine(words: list[str] | None) -> Config:
-    """The same; where no file is named, the one that `tamis run` would choose here."""
-    return resolve(words, split(words)[0] or choose_config(read_gpus()))
+def resolve_for_this_machine(words: list[str] | None, stream: TextIO | None = None) -> Config:
+    """Resolve as `resolve` does; if no file is named, use the one that `tamis run` would choose here."""
+    return resolve(words, split(words)[0] or choose_config(read_gpus()), stream)
 
 
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """The config file, $CONFIG when none is given, and the single keys."""
+    """Split the words into the config file, $CONFIG if none is given, and the single keys."""
     files = [word for word in words or [] if "=" not in word]
     if key := next((word for word in files if word in known_keys()), None):
         raise ConfigError(f"{key} is a key of the config: write {key}=VALUE")
@@ -56,5 +91,18 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def loading_torch(stream: TextIO | None = None) -> None:
-    """The first line within a second: loading torch takes several."""
-    print(f"[tamis] {__version__}: loading torch …", file=stream, flush=True)
+    """Print a first line before torch loads, which takes several seconds."""
+    say(f"{__version__}: loading torch …", stream)
+
+
+@contextmanager
+def announced(work: str) -> Iterator[None]:
+    """Announce long-running work on stderr and print a reminder every 10 s, so it never looks hung."""
+    began = time.monotonic()
+
+    def remind() -> None:
+        say(f"still {work}, {time.monotonic() - began:.0f} s so far", sys.stderr)
+
+    say(f"{work} …", sys.stderr)
+    with repeated(REMIND_EVERY_S, remind):
+        yield

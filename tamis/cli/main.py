@@ -1,6 +1,6 @@
-"""The `tamis` command line: verbs to plain functions, no logic. What is heavy is imported by the verb that needs it.
+"""The `tamis` command line. Verbs call plain functions and import heavy modules only when they need them.
 
-The verbs are in cli_*.py, one file per panel of `tamis --help`; here they meet, and errors become one message.
+One module per panel of `tamis --help` holds the verbs; this one joins them and turns errors into messages.
 """
 
 from __future__ import annotations
@@ -8,48 +8,84 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from tamis.cli import check as cli_check
-from tamis.cli import measure as cli_measure
-from tamis.cli import models as cli_use
-from tamis.cli import runs as cli_watch
-from tamis.cli import train as cli_train
-from tamis.cli.common import loading_torch
-from tamis.cli.help import Verbs
+from tamis import __version__
+from tamis.cli import check, measure, models, runs, train
+from tamis.cli.common import Verbs, loading_torch
 from tamis.config.legacy import Request, parse
+from tamis.config.load import guess_key
 from tamis.config.process import set_process_defaults
-from tamis.run.files.console import discard_unwritable_output
+from tamis.run.files.console import discard_unwritable_output, say
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import RunLocked
+
+OTHER_VERBS = {  # verbs of other tools and what does the same here
+    "benchmark": "bench",
+    "chat": "generate",
+    "doctor": "check",
+    "eval": "judge",
+    "evaluate": "judge",
+    "inference": "generate",
+    "ls": "list",
+    "pretrain": "run",
+    "ps": "list",
+    "resume": "run",
+    "sample": "generate",
+    "show": "monitor",
+    "start": "run",
+    "stop": "halt",
+    "tail": "logs",
+    "validate": "config validate",
+    "watch": "monitor",
+}
+LEAVES_A_CHECKPOINT = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
 
 app = typer.Typer(
     name="tamis",
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Trains language models with Native Sparse Attention, hands off.\n\nStart with: tamis run",
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Every verb's --help has examples. --debug after any verb shows where an error came from. "
     "Exit codes: 0 done, 1 failed, 2 wrong words or config, 3 halted, 4 stopped by a signal, 5 anomaly, 6 no data.",
 )
-for panel in (cli_train, cli_watch, cli_check, cli_use, cli_measure):  # the order of the help
+for panel in (train, runs, check, models, measure):  # the order of the help
     app.add_typer(panel.app)
 
-LEAVES_A_CHECKPOINT = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tamis {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Trains language models with Native Sparse Attention, hands off.
+
+    Start with: tamis run
+    """
 
 
 def main() -> None:
-    """The entry point: one clear message for an error a user can mend; `--debug` shows where any error came from."""
+    """Run the command line: one clear message for an error a user can mend; `--debug` shows where it came from."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     sys.exit(guarded(lambda: app(arguments, prog_name="tamis", standalone_mode=False), debug="--debug" in sys.argv))
 
 
 def train_showcase(argv: list[str]) -> int:
-    """scripts/train_showcase.py: the runbooks' flags and variables."""
+    """Run scripts/train_showcase.py: the runbooks' flags and variables."""
     return guarded(lambda: _train_as_asked(parse(argv, os.environ)), debug=False)
 
 
@@ -57,14 +93,14 @@ def _train_as_asked(request: Request) -> int:
     loading_torch()
     is_main = os.environ.get("RANK", "0") == "0"
     for line in [*request.effects, f"config {request.config_path}"] if is_main else []:
-        print(f"[tamis] {line}", flush=True)
+        say(line)
     from tamis.train.main import train_config
 
     code = train_config(request.config, request.resume)
     if request.save is not None and is_main and code in LEAVES_A_CHECKPOINT:
         from tamis.run.files.manifest import copy_latest
 
-        print(f"[tamis] copied {copy_latest(request.config.train.out_dir, request.save)} to {request.save}")
+        say(f"copied {copy_latest(request.config.train.out_dir, request.save)} to {request.save}")
     return code
 
 
@@ -88,10 +124,10 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
 
 
 def _explained(error: Exception) -> tuple[str, int]:
-    """What our own errors say is meant for the user; of any other, the kind matters too."""
-    from tamis.data.errors import DataError
+    """The message and exit code of an error; one that is not ours also shows its type."""
+    from tamis.data import DataError
 
-    if hasattr(error, "format_message"):  # of the command line's own parser, which comes with typer under several names
+    if hasattr(error, "format_message"):  # an error of the parser, which typer vendors under several names
         return _wrong_words(error), ExitCode.USAGE
     if isinstance(error, DataError):
         return str(error), ExitCode.DATA_FAILURE
@@ -101,9 +137,14 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 
 def _wrong_words(error: Any) -> str:
-    """A flag, verb or value that does not exist, and where to read which do; nothing when help was shown instead."""
+    """The message for an unknown flag, verb or value, with a hint; empty if the help was shown instead."""
     message = error.format_message()
     path = getattr(getattr(error, "ctx", None), "command_path", "tamis")
+    if message.startswith("No such command '") and (ours := OTHER_VERBS.get(message.split("'")[1])):
+        message = f"{message.partition('. ')[0].rstrip('.')}. Did you mean '{ours}'?"
+    flag = getattr(error, "option_name", None) or ""
+    if flag.startswith("--") and (key := guess_key(flag.lstrip("-").replace("-", "_"))):
+        message = f"No such option: {flag}; to set a key of the config, write {key}=VALUE"
     return f"{message} ({path} --help shows what there is)" if message else ""
 
 

@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli.common import MEASURE, Words, loading_torch, resolve
-from tamis.cli.help import Verb, Verbs
-from tamis.cli.waiting import announced
+from tamis.cli.common import MEASURE, Verb, Verbs, Words, announced, loading_torch, resolve
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)
@@ -30,7 +28,7 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="steps to profile, after three of warm-up")] = 5,
     out: Annotated[Path | None, typer.Option(help="folder for trace and table; by default OUT/profile")] = None,
 ) -> None:
-    """Where does the time go? A few training steps under PyTorch's profiler: a trace and a table.
+    """Profile a few training steps with PyTorch's profiler; writes a trace and a table.
 
     Example: tamis profile configs/m7c_125m_80g.yaml --steps 10
     """
@@ -50,10 +48,10 @@ def bench_attention(
         list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
-    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 7,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
 ) -> None:
-    """Sparse attention, whole and in parts, beside PyTorch's dense attention; reports only if the kernels agree.
+    """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
 
     Example: tamis bench attention --shape m7c --length 8192
     """
@@ -72,7 +70,7 @@ def bench_paths(
     steps: Annotated[int, typer.Option(min=1, help="steps measured of each path")] = 100,
     warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 10,
 ) -> None:
-    """The same model and step with sparse kernels, the plain-PyTorch reference and dense attention.
+    """Time the same training step with sparse kernels, the plain-PyTorch reference and dense attention.
 
     Example: tamis bench paths configs/m7c_125m_2xa100_production.yaml --steps 20
     """
@@ -96,7 +94,7 @@ def bench_train(
     warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
     with_data: Annotated[bool, typer.Option("--with-data", help="also with the loader, from prepared shards")] = False,
 ) -> None:
-    """Tokens/s, MFU, step times and memory of the real training step, NSA beside its dense twin.
+    """Measure tokens/s, MFU, step times and memory of the training step, for NSA and its dense twin.
 
     Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
     """
@@ -116,11 +114,11 @@ def bench_decode(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", metavar="N", help="tokens in the cache; repeatable")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="timings of each")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 30,
     with_model: Annotated[bool, typer.Option("--with-model", help="also a step of the whole model")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """One token over the caches: latency, tokens/s, keys read, beside dense attention. Also to artifacts/bench/.
+    """Measure decoding one token from the caches: latency, tokens/s, keys read. Also in artifacts/bench/.
 
     Example: tamis bench decode --batch 1 --batch 8 --length 65536
     """
@@ -141,7 +139,7 @@ def bench_needle(
     seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
     device: Annotated[str, typer.Option(help="cpu: a miniature; cuda: texts of up to 65,536 tokens")] = "cpu",
 ) -> None:
-    """Does selection learn? A small model is taught to find facts beyond its window; then each branch is taken away.
+    """Test that selection learns: train a small model to find facts beyond its window, then disable each branch.
 
     Examples:
 
@@ -172,7 +170,7 @@ def bench_positions(
     sequences: Annotated[int, typer.Option(min=1, help="held-out sequences")] = 16,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Perplexity of held-out text by position, beyond the trained length, for several position scales.
+    """Measure perplexity of held-out text by position, beyond the trained length, for several position scales.
 
     Example: tamis bench positions artifacts/train_showcase --scale 1 --scale 2
     """

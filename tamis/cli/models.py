@@ -9,15 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli.common import USE, Words, loading_torch, resolve
-from tamis.cli.help import Verb, Verbs
-from tamis.cli.waiting import announced
+from tamis.cli.common import USE, Verb, Verbs, Words, announced, loading_torch, resolve
 from tamis.config import Config
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
 
-data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Prepare token shards, or ask whether it is the data.")
+data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Prepare token shards, or check the data.")
 app.add_typer(data_app, name="data", rich_help_panel=USE)
 data_verb = partial(data_app.command, cls=Verb)
 
@@ -33,18 +31,18 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="text to continue; may be given several times")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="a file with one prompt a line")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to draw")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="draw among the k likeliest; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="draw among the likeliest that hold this much probability")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the drawing")] = 1337,
+    top_k: Annotated[int, typer.Option(help="sample from the k likeliest tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens up to this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 1337,
     max_len: Annotated[int | None, typer.Option(help="longest sequence; by default the trained one")] = None,
     rope_scale: Annotated[
         float | None, typer.Option(help="divide positions by this, beyond the trained length")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Continue a prompt from a checkpoint, streaming; text to stdout, speed to stderr.
+    """Continue a prompt from a checkpoint; text streams to stdout, speed to stderr.
 
     Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
     """
@@ -108,7 +106,7 @@ def data_prepare(
     words: Words = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; by default one per core")] = None,
 ) -> None:
-    """Tokenise a source once into memory-mapped shards; killed, the same command goes on.
+    """Tokenise a source once into memory-mapped shards. After an interruption the same command continues.
 
     Examples:
 
@@ -126,7 +124,7 @@ def data_prepare(
 def data_check(
     words: Words = None, batches: Annotated[int, typer.Option(min=1, help="how many batches to fetch")] = 4
 ) -> None:
-    """Is it the data? A few batches as training would get them: text, pace, shares of the ranks, validation.
+    """Check the data: a few batches as training gets them, with text, speed, the ranks' shares and validation.
 
     Example: tamis data check configs/m7c_125m_80g.yaml --batches 8
     """
@@ -134,7 +132,7 @@ def data_check(
 
 
 def check_data(config: Config, batches: int, show_text: bool = True) -> int:
-    """The check of the verb and of the two scripts, announced: a stream that does not come is waited for."""
+    """Check the data for the verb and the two scripts. Announced, because a stream may keep it waiting."""
     from tamis.data.check import check
 
     with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):

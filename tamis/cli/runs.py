@@ -1,4 +1,4 @@
-"""Verbs that look at a run and hand it over: monitor, judge, report, handoff."""
+"""Verbs that watch a run and hand it over: monitor, judge, report, handoff."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import WATCH, RunDir
-from tamis.cli.help import Verb
+from tamis.cli.common import WATCH, RunDir, Verb
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
@@ -20,9 +19,9 @@ def monitor(
     run: RunDir,
     once: Annotated[bool, typer.Option("--once", help="print the state once as text")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the state once as JSON")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between refreshes")] = 2.0,
 ) -> None:
-    """Watch a run live: curves, ranks, GPUs, gates, ETA, alerts. Never writes, never disturbs.
+    """Watch a run live: curves, ranks, GPUs, gates, ETA, alerts. Only reads.
 
     Examples:
 
@@ -37,7 +36,7 @@ def monitor(
 
 @verb()
 def judge(run: RunDir) -> None:
-    """Hold a run against the runbooks' success criteria, with the evidence for each line; exit code 1 if one failed.
+    """Judge a run by the runbooks' success criteria, with the evidence for each; exit code 1 if one failed.
 
     Example: tamis judge artifacts/m7c_125m_2xa100_prod
     """
@@ -63,7 +62,7 @@ def report(run: RunDir) -> None:
 @verb()
 def handoff(
     run: RunDir,
-    output: Annotated[Path | None, typer.Option(help="the tar to write; by default beside RUN, with the time")] = None,
+    output: Annotated[Path | None, typer.Option(help="the tar to write; by default next to RUN")] = None,
 ) -> None:
     """Pack everything a successor needs into one verified bundle, without secrets.
 

@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import TRAIN, RunDir, Words, loading_torch, resolve_for_this_machine, split
-from tamis.cli.help import Verb
+from tamis.cli.common import TRAIN, RunDir, Verb, Words, loading_torch, resolve_for_this_machine, split
 from tamis.config import ConfigError
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=TRAIN)
 
-Detach = Annotated[bool, typer.Option("--detach", help="go on in the background; the terminal may go away")]
+Detach = Annotated[bool, typer.Option("--detach", help="run in the background; the terminal may close")]
 
 
 @verb()
 def run(words: Words = None, detach: Detach = False) -> None:
-    """The main job: looks at the machine, smokes, trains under supervision, resumes by itself, hands over.
+    """Run the whole job: look at the machine, smoke test, train under supervision, resume, hand over.
 
     The GPUs decide the config when none is given; without a GPU the embedded showcase runs on the CPU.
 
@@ -74,7 +73,9 @@ def launch(
 
     With --phases: preflight, one synthetic step, 300 and 1000 steps, then the run itself.
     Each phase is judged from the files it left, and one that fails stops the launch with the reason.
-    The same command again goes on where it stopped. The GPUs decide the config when none is given, as for `tamis run`.
+    The same command again continues where it stopped.
+
+    The GPUs decide the config when none is given, as for `tamis run`.
 
     Examples:
 
@@ -88,7 +89,7 @@ def launch(
     from tamis.run.phases import parse_phase_steps
 
     if (phase_steps or repeat) and not phases:
-        raise ConfigError("--phase-steps and --repeat are about phases: give --phases too")
+        raise ConfigError("--phase-steps and --repeat need --phases: give --phases too")
     config = resolve_for_this_machine(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if phases and detach:
@@ -100,9 +101,7 @@ def launch(
 @verb()
 def halt(
     run: RunDir,
-    reason: Annotated[
-        str, typer.Option(help="written to .HALT, and from there to the log")
-    ] = "asked for by tamis halt",
+    reason: Annotated[str, typer.Option(help="written to .HALT and to the log")] = "requested by tamis halt",
     wait: Annotated[float, typer.Option(min=0, help="seconds to wait until the run has stopped; 0: do not")] = 120.0,
 ) -> None:
     """Stop a run at the next step boundary, with a checkpoint, and wait until it has.

@@ -1,4 +1,4 @@
-"""The runbooks' environment variables and flags, mapped to config keys in one table. No torch here.
+"""The runbooks' environment variables and flags, mapped to config keys in one table. No torch.
 
 Every variable that is set is printed with its effect; an unknown NSA_* name is an error. None of them can change what
 attention computes.
@@ -19,7 +19,7 @@ DEFAULT_CONFIG = "configs/train_showcase.yaml"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable: the key it sets (None: none), what it does in a sentence, and how its text becomes the value."""
+    """One variable: the key it sets, if any, what it does in a sentence, and how its text becomes the value."""
 
     key: str | None
     does: str
@@ -69,10 +69,10 @@ VARIABLES: dict[str, Variable] = {
 }
 
 PASSED_ON = {
-    "CONFIG": "the config file, where none is named",
+    "CONFIG": "the config file, if none is named",
     "TORCH_NCCL_BLOCKING_WAIT": "PyTorch: a collective that times out raises an error",
     "PYTORCH_CUDA_ALLOC_CONF": "PyTorch: settings of the GPU memory allocator",
-    "CUDA_LAUNCH_BLOCKING": "CUDA: every kernel is waited for; slow, for finding errors",
+    "CUDA_LAUNCH_BLOCKING": "CUDA: wait for every kernel; slow, for finding errors",
     "HF_DATASETS_CACHE": "datasets: where downloaded data is kept",
 }
 
@@ -90,7 +90,7 @@ FLAGS: dict[str, tuple[str, str]] = {  # flag → config key, help
 
 @dataclass(frozen=True)
 class Request:
-    """What a call of scripts/train_showcase.py asks for."""
+    """What the flags and variables of scripts/train_showcase.py ask for."""
 
     config: Config
     config_path: str
@@ -100,7 +100,7 @@ class Request:
 
 
 def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
-    """Flags over variables over the config file that --config or CONFIG names."""
+    """Resolve flags over variables over the config file that --config or CONFIG names."""
     arguments, unknown = _parser().parse_known_intermixed_args(argv)
     if unknown:
         raise ConfigError(
@@ -118,7 +118,7 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
 
 
 def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """`section.key=value` for each NSA_* variable that is set, and a line that says the effect of each set variable."""
+    """`section.key=value` for each NSA_* variable that is set, and a line with the effect of each set variable."""
     set_by: dict[str, tuple[str, str]] = {}  # key → variable and override
     effects = []
     for name, text in sorted(environment.items()):
@@ -146,7 +146,7 @@ def _key_and_value(name: str, text: str) -> tuple[str | None, str | None]:
 
 
 def _check(name: str, text: str, override: str, before: tuple[str, str] | None) -> None:
-    """A value the key cannot hold, or two variables at odds, is told by the variable's name."""
+    """Refuse a value the key cannot hold, or two variables that contradict each other, by the variable's name."""
     if before is not None and before[1] != override:
         raise ConfigError(f"{before[0]} and {name} contradict each other ({before[1]}, {override}): unset one")
     tree: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def _effect(variable: Variable, value: str | None) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One message for a wrong word, as everywhere, instead of the whole usage."""
+    """A parser that raises a ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help shows what there is)")
@@ -179,17 +179,17 @@ def _flag_names() -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_showcase.py",
-        description="Train as a config file says, with flags on top.",
+        description="Train a config file, with flags on top.",
         epilog="example: CONFIG=configs/m7c_125m_40g.yaml python scripts/train_showcase.py --dataset synthetic",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help=f"YAML file (default: $CONFIG, else {DEFAULT_CONFIG})")
-    parser.add_argument("--resume", help="checkpoint file to go on from, or auto for the newest valid one")
+    parser.add_argument("--resume", help="checkpoint file to resume from, or auto for the newest valid one")
     parser.add_argument("--save", metavar="PATH", help="copy the last checkpoint to PATH when training ends")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: must run under torchrun; 0: must not")
     parser.add_argument("--no-gc", action="store_true", help="no gradient checkpointing")
     parser.add_argument(
-        "--synthetic-on-fail", action="store_true", help="go on with noise when the data fails; brands the run"
+        "--synthetic-on-fail", action="store_true", help="continue with random tokens if the data fails; marks the run"
     )
     for flag, (key, text) in FLAGS.items():
         parser.add_argument(flag, help=f"{text} ({key})")

@@ -16,7 +16,8 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tamis.cli.main import app, guarded, train_showcase
+from tamis import __version__
+from tamis.cli.main import app, guarded, main, train_showcase
 from tamis.config import Config, ConfigError, load_config
 from tamis.data.errors import DataError
 from tamis.run import launch as launching
@@ -103,6 +104,7 @@ def test_measurements_end_in_one_json_document(here: Path) -> None:
         return json.loads(ok(tamis(*words)).splitlines()[-1])
 
     assert last("estimate", "mine.yaml", "--json")["toks_per_s"] > 0
+    assert all(check["passed"] for check in last("verify", "mine.yaml", "--json")["checks"])
     assert set(last("profile", "mine.yaml", "--steps", "1")["host_ms_per_step"]) >= {"fetch", "forward", "backward"}
     assert (here / "out" / "profile" / "trace.json").stat().st_size > 0
     rows = last("bench", "train", "mine.yaml", "--length", "32", "--tokens", "64", "--steps", "1", "--warmup", "0")[
@@ -188,6 +190,9 @@ def test_a_run_that_is_not_there_is_refused_alike_by_every_verb_and_the_others_a
     ("words", "message"),
     [
         (["lunch"], "No such command 'lunch'. Did you mean 'launch'"),
+        (["stop", "out"], "No such command 'stop'. Did you mean 'halt'? (tamis --help"),
+        (["run", "--steps", "10"], "No such option: --steps; to set a key of the config, write train.steps=VALUE"),
+        (["run", "mine.yaml", "steps=10"], "must look like section.key=value; did you mean train.steps=10?"),
         (["launch", "--phase-step", "3"], "No such option: --phase-step"),
         (["launch", "--restarts", "many"], "Invalid value for '--restarts'"),
         (["judge"], "Missing argument 'RUN'. (tamis judge --help shows what there is)"),
@@ -200,6 +205,15 @@ def test_what_is_mistyped_is_one_line_with_what_was_meant(words: list[str], mess
     told = capsys.readouterr().err
     assert told.startswith("error: ") and len(told.splitlines()) == 1
     assert message.removesuffix("'") in told
+
+
+def test_version_and_help_are_where_other_tools_have_them(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    assert ok(tamis("--version")) == f"tamis {__version__}\n"
+    assert ok(tamis("run", "-h")) == ok(tamis("run", "--help"))
+    monkeypatch.setattr(sys, "argv", ["tamis", "help", "config", "show"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "Usage: tamis config show" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["", *sorted(VERBS)])
