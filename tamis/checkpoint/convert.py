@@ -6,8 +6,9 @@ One process or DDP writes a `file`, FSDP writes a `folder`; both resume under bo
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,15 +20,20 @@ from tamis.run.files.records import write_atomic
 Kind = Literal["file", "folder", "safetensors"]
 
 
-def convert_checkpoint(source: str | Path, target: str | Path, kind: Kind) -> Path:
+def convert_checkpoint(
+    source: str | Path, target: str | Path, kind: Kind, redact: Callable[[str], str] | None = None
+) -> Path:
     """Write the verified checkpoint `source` as another `kind` to `target`, which must not exist; returns its path.
 
     A checkpoint keeps its name, `checkpoint_step{N}.pt`, and gets a manifest, so that a run can resume from it.
+    `redact` is applied to every text of the configuration inside.
     """
     source, target = Path(source), Path(target)
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: it must be one of {', '.join(get_args(Kind))}")
     state = read_checkpoint(source, torch.device("cpu"))
+    if redact is not None:
+        state["config"] = _redacted(state["config"], redact)
     if target.exists():
         raise ValueError(f"{target} is there already: choose another target")
     if kind == "safetensors":
@@ -42,6 +48,14 @@ def convert_checkpoint(source: str | Path, target: str | Path, kind: Kind) -> Pa
     from tamis.checkpoint.sharded import save_shards
 
     return save_shards(run, state, config, is_main=True, together=lambda action: action())
+
+
+def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(item, redact) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_redacted(item, redact) for item in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _write_weights(state: State, target: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,9 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="where to write; must not exist")],
     kind: Annotated[Literal["file", "folder", "safetensors"], typer.Option(help="what to write")] = "safetensors",
+    redact: Annotated[
+        bool, typer.Option("--redact", help="remove secrets of this environment from the configuration inside")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into the other kind, or into plain safetensors weights.
 
@@ -96,8 +100,10 @@ def convert(
     """
     from tamis.checkpoint.convert import convert_checkpoint
     from tamis.run.files.manifest import newest_or_itself
+    from tamis.run.handover.redaction import redactor
 
-    print(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind)}")
+    rewrite = redactor(os.environ) if redact else None
+    print(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind, rewrite)}")
 
 
 @data_verb("prepare")

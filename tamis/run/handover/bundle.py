@@ -14,12 +14,13 @@ import sys
 import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
-from tamis.run.checks.findings import utc, verdict, write_findings
+from tamis.run.checks.findings import Finding, utc, verdict, write_findings
 from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.gpu_usage import usage_csv
@@ -28,12 +29,12 @@ from tamis.run.files.info import altered_files
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.records import write_text_atomic
 from tamis.run.find import existing_run
-from tamis.run.handover.redaction import redactor
+from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
 
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"
-WEIGHTS_TIMEOUT_S = 600
+CONVERT_TIMEOUT_S = 600
 VERDICTS = ("go_no_go", "preflight")
 
 Say = Callable[[str], None]
@@ -82,21 +83,24 @@ def collect(
     missing: list[str] = []
     for source, target in text_files(evidence, repository).items():
         if source.is_file():
-            copy_redacted(source, folder / target, redact)
-        elif target in REQUIRED:
+            copy_redacted(source, folder / redact(target), redact)
+        elif target in required_files(evidence):
             missing.append(f"missing: {target}, the run did not write it")
-    missing += _add_checkpoint(directory, folder, say)
+    missing += _add_checkpoint(directory, folder, redact, environment, say)
     results = judge_runbooks(evidence)
     every = [finding for findings in results.values() for finding in findings]
     title = f"Success criteria, run of {evidence.span}"
-    write_findings(folder / "criteria", title, [replace(f, evidence=redact(f.evidence)) for f in every])
+    write_findings(folder / "criteria", title, [_redacted_finding(f, redact) for f in every])
     (folder / "report.html").write_text(report_page(evidence, results, redact), encoding="utf-8")
-    (folder / "README.txt").write_text(_readme(evidence, verdict(every), missing), encoding="utf-8")
+    (folder / "README.txt").write_text(redact(_readme(evidence, verdict(every), missing)), encoding="utf-8")
     write_sums(folder)
     return missing
 
 
-REQUIRED = ("run.info", "config.yaml", "env.json", "training.csv", "metrics.json", "events.jsonl")
+def required_files(evidence: Evidence) -> list[str]:
+    """Files that a complete bundle has; training.csv only where the config asked for it."""
+    names = ["run.info", "config.yaml", "env.json", "metrics.json", "events.jsonl"]
+    return names if evidence.config and not evidence.config.train.csv else [*names, "training.csv"]
 
 
 def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
@@ -113,7 +117,7 @@ def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
     return files | {repository / name: f"altered/{name}" for name in altered}
 
 
-def copy_redacted(source: Path, target: Path, redact: Callable[[str], str]) -> None:
+def copy_redacted(source: Path, target: Path, redact: Redact) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(redact(source.read_bytes().decode(errors="replace")).encode())
 
@@ -142,15 +146,36 @@ def verify_bundle(path: Path) -> list[str]:
     return wrong + [f"not listed in {SUMS}: {name}" for name in found if name not in listed]
 
 
-def _add_checkpoint(directory: RunDirectory, folder: Path, say: Say) -> list[str]:
+def _add_checkpoint(
+    directory: RunDirectory, folder: Path, redact: Redact, environment: Mapping[str, str], say: Say
+) -> list[str]:
+    """Add the newest valid checkpoint and its weights; a copy without the secrets when its configuration holds some."""
     step = latest_valid_checkpoint(directory, on_damaged=say)
     if step is None:
         return ["missing: a checkpoint, there is no valid one"]
     checkpoint = directory.checkpoint(step)
-    for path in (checkpoint, directory.manifest(step)):
-        _link(path, folder / path.name)
-    problem = _write_weights(checkpoint, folder / WEIGHTS)
+    packed = folder / checkpoint.name
+    text = checkpoint_text(checkpoint)
+    if redact(text) != text:
+        kind = "folder" if checkpoint.is_dir() else "file"
+        if problem := _convert(checkpoint, packed, kind, environment, "--redact"):
+            return [f"missing: {packed.name}, its configuration holds a secret that could not be removed: {problem}"]
+    else:
+        for path in (checkpoint, directory.manifest(step)):
+            _link(path, folder / path.name)
+    problem = _write_weights(packed, folder / WEIGHTS)
     return [f"missing: {WEIGHTS}, {problem}"] if problem else []
+
+
+def checkpoint_text(checkpoint: Path) -> str:
+    """The part of a checkpoint that holds its configuration and no tensor, as text."""
+    if checkpoint.is_dir():
+        return (checkpoint / "facts.json").read_text(encoding="utf-8", errors="replace")
+    if not zipfile.is_zipfile(checkpoint):
+        return ""
+    with zipfile.ZipFile(checkpoint) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return "".join(archive.read(name).decode(errors="replace") for name in names)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -169,15 +194,26 @@ def _link_file(source: str | Path, target: str | Path) -> None:
 
 
 def _write_weights(checkpoint: Path, target: Path) -> str | None:
-    """Write the weights alone, in a child process because it needs torch; returns the reason when that fails."""
-    command = [sys.executable, "-m", "tamis", "convert", str(checkpoint), str(target), "--kind", "safetensors"]
+    """Write the weights alone; returns the reason when that fails."""
+    return _convert(checkpoint, target, "safetensors", os.environ)
+
+
+def _convert(checkpoint: Path, target: Path, kind: str, environment: Mapping[str, str], *options: str) -> str | None:
+    """Run `tamis convert` in a child process, because it needs torch; returns the reason when that fails."""
+    command = [sys.executable, "-m", "tamis", "convert", str(checkpoint), str(target), "--kind", kind, *options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WEIGHTS_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, env={**os.environ, **environment}
+        )
     except subprocess.TimeoutExpired:
-        return f"not written within {WEIGHTS_TIMEOUT_S} s"
-    if done.returncode == 0 and target.is_file():
+        return f"not written within {CONVERT_TIMEOUT_S} s"
+    if done.returncode == 0 and target.exists():
         return None
     return (done.stderr.strip().splitlines() or ["the conversion gave no reason"])[-1][:300]
+
+
+def _redacted_finding(finding: Finding, redact: Redact) -> Finding:
+    return replace(finding, name=redact(finding.name), evidence=redact(finding.evidence), remedy=redact(finding.remedy))
 
 
 def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:

@@ -1,14 +1,21 @@
 """The bundle is complete, verified, allow-listed and free of secrets."""
 
+import html
 import json
 import os
 import tarfile
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
+import markupsafe
 import pytest
+import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tamis.checkpoint.file import save_file
+from tamis.config import build_config
 from tamis.run.checks import runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import describe_environment
@@ -27,6 +34,7 @@ SECRETS = {
     "DB_PASSWORD": "planted0four\nsecret0of0two0lines",
     "NSA_ACCESS_KEY": "planted0five0secret",
 }
+WRITE_WEIGHTS = bundle._write_weights
 SHAPED = ("hf_planted0sixsecretsecret", "https://me:planted0seven@hub.invalid/x", "Bearer planted0eightsecret")
 
 
@@ -100,9 +108,23 @@ def test_planted_secrets_are_nowhere_in_the_bundle(run, tmp_path):
         json.dumps({"ts": 1.0, "by": "supervisor", "event": "x", "reason": SECRETS["HF_TOKEN"]}) + "\n"
     )
     (tmp_path / "out" / "notes.txt").write_text("planted0nine: not on the list of files")
+    write_info(run.run_info, read_info(run.run_info) | {"model": f"model of {SECRETS['WANDB_API_KEY']}"})
     _, output, _ = bundle_of(run, tmp_path)
     assert b"planted0" not in output.read_bytes()
     assert b"log of m7c_1\n[redacted]" in contents(output)["logs/m7c_1/train.log"]
+
+
+def test_secrets_in_the_configuration_of_the_checkpoint_and_the_weights_are_redacted(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_write_weights", WRITE_WEIGHTS)
+    secret = SECRETS["HF_TOKEN"]
+    config = build_config({"data": {"dataset": "fineweb_edu_local", "local_path": f"/data/{secret}/shards"}})
+    save_file(run, {"step": 60, "config": config.model_dump(), "model": {"w": torch.ones(2)}}, config)
+    _, output, said = bundle_of(run, tmp_path)
+    files = contents(output)
+    assert b"planted0" not in output.read_bytes()
+    assert b"/data/[redacted]/shards" in files["checkpoint_step60.pt"]
+    assert b"/data/[redacted]/shards" in files["weights.safetensors"], said
+    assert json.loads(files["checkpoint_step60.json"])["bytes"] == len(files["checkpoint_step60.pt"])
 
 
 def test_every_file_is_listed_with_its_sum_and_the_bundle_with_its_own(run, tmp_path):
@@ -164,6 +186,64 @@ def test_a_missing_run_is_refused(tmp_path):
     with pytest.raises(NoSuchRun, match="does not exist"):
         write_bundle(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
+
+
+NASTY = "pl4nted \"quoted\" <b>&'tick' /path\\back é\nline two=%+"
+FORMS = {
+    "plain": NASTY,
+    "json": json.dumps(NASTY)[1:-1],
+    "json, unicode": json.dumps(NASTY, ensure_ascii=False)[1:-1],
+    "json in json": json.dumps(json.dumps(NASTY))[1:-1],
+    "html": html.escape(NASTY),
+    "html of the report": str(markupsafe.escape(NASTY)),
+    "url": quote(NASTY, safe=""),
+    "url path": quote(NASTY),
+    "url form": quote_plus(NASTY),
+    "url, small letters": quote(NASTY, safe="").lower(),
+    "yaml": yaml.safe_dump({"a": {"b": NASTY}}),
+    "yaml, unicode": yaml.safe_dump({"a": {"b": NASTY}}, allow_unicode=True, width=1000),
+    "yaml, narrow": yaml.safe_dump({"a": {"b": NASTY}}, width=20),
+    "yaml, single quotes": yaml.safe_dump({"a": NASTY}, default_style="'", allow_unicode=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_secret_is_redacted_in_every_escaped_form(form):
+    redacted = redactor({"DB_PWD": NASTY})(FORMS[form])
+    assert "[redacted]" in redacted
+    assert "pl4nted" not in redacted
+    assert "two" not in redacted
+
+
+@pytest.mark.parametrize("name", ["DB_PWD", "db_password", "MY_TOKEN_2", "SIGNING_KEY", "SLACK_WEBHOOK", "PWD_ROOT"])
+def test_values_of_variables_with_secret_names_are_redacted(name):
+    assert redactor({name: "planted value"})("say planted value") == "say [redacted]"
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "https://hooks.slack.com/services/T0/B0/planted",
+        "https://discord.com/api/webhooks/1/planted",
+        "tgram://planted/chat",
+        "planted@gpu-7.cluster.example",
+        "root@10.0.0.7",
+        "DB_PWD=planted",
+        "HF_TOKEN=planted",
+    ],
+)
+def test_webhooks_ssh_hosts_and_assigned_secrets_are_redacted(secret):
+    redacted = redactor({})(f"notify {secret} now")
+    assert "planted" not in redacted
+    assert "10.0.0.7" not in redacted
+    assert redacted.startswith("notify ") and redacted.endswith(" now")
+
+
+def test_the_working_directory_is_not_a_secret():
+    assert (
+        redactor({"PWD": "/home/me/project", "OLDPWD": "/home/me/other"})("in /home/me/project")
+        == "in /home/me/project"
+    )
 
 
 @given(st.text(max_size=300), st.text(min_size=8, max_size=40))
