@@ -72,4 +72,4 @@ class NSASpec:
 
     def reads_per_token(self, context: int) -> int:
         """Keys a query at the end of `context` tokens reads: compressed, selected and window, by formula."""
-        return self.compressed_blocks(context) + self.n_sel * self.l_sel + min(self.w, context)
+        return self.compressed_blocks(context) + min(self.n_sel * self.l_sel, context) + min(self.w, context)

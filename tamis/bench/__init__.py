@@ -1,1 +1,1 @@
-"""Benches beside the code they measure: a table for people first, then one line of JSON."""
+"""Benchmarks: each prints a table first, then one line of JSON."""

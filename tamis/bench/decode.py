@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tamis.attention import NSASpec
 from tamis.attention.decode import decode_attention
 from tamis.attention.functional import describe
+from tamis.attention.verify import LIMIT
 from tamis.config import build_config
 from tamis.generate.load import precision_for, to_inference
 from tamis.generate.sample import DecodeStep
@@ -32,7 +33,6 @@ from tamis.model import Decoder
 BATCHES, LENGTHS = (1, 8, 64), (8192, 16384, 32768, 65536)
 COLD_BYTES = 200 << 20  # touched by one round of calls: four times an H200's L2
 MOST_CACHE_BYTES = 16 << 30
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 COLUMNS = ("batch", "length", "nsa_ms", "dense_ms", "dense_kernel", "speedup", "layer_tokens_per_s", "reads",
            "reads_formula", "cache_mib", "step_ms", "dense_step_ms", "tokens_per_s", "dense_tokens_per_s")  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""`tamis bench positions`: perplexity of held-out text by position, beyond the trained length, for several scales.
+"""`tamis bench positions`: measures perplexity of held-out text by position, beyond the trained length.
 
-`model.rope_scale` divides every position, in every branch: a scale of 2 puts twice the trained length into the range of
-positions the model has seen, at the price of finer distances than it was trained on. This measures both sides.
+`model.rope_scale` divides every position, in every branch: a scale of 2 maps twice the trained length to the range of
+positions seen in training, but distances become finer than those trained on. The table shows both effects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def bench_positions(
     precision: str | None = None,
     out_dir: str | Path = "artifacts/bench",
 ) -> dict[str, Any]:
-    """Perplexity in each trained length up to `reach` of them; writes positions.json, prints table and document."""
+    """Measure perplexity over `reach` trained lengths; write positions.json; print the table and the document."""
     if reach < 1:
         raise ValueError(f"reach must be at least 1 trained length, got {reach}")
     plain = load_model(checkpoint, device="cpu")
@@ -59,7 +59,7 @@ def bench_positions(
 
 
 def held_out(config: Config, length: int, sequences: int) -> Tensor:
-    """`[sequences, length + 1]` tokens of documents training never saw, in sequences longer than it was trained on."""
+    """Return `[sequences, length + 1]` tokens of held-out documents."""
     tree = config.model_dump()
     tree["train"] |= {"seq_len": length, "batch_size": 1, "eval_batches": sequences}
     batches = validation_batches(build_config(tree))
@@ -68,7 +68,7 @@ def held_out(config: Config, length: int, sequences: int) -> Tensor:
 
 @torch.no_grad()
 def loss_by_position(model: Decoder, tokens_BT: Tensor) -> Tensor:
-    """Mean loss in nats at each position, over the sequences."""
+    """Return the mean loss in nats at each position, over the sequences."""
     device = model.embedding.weight.device
     total = torch.zeros(tokens_BT.shape[1] - 1, dtype=torch.float64)
     for row in tokens_BT:

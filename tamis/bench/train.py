@@ -1,7 +1,7 @@
-"""`tamis bench train`: the real training step of a model with NSA and of its dense twin, in one run.
+"""`tamis bench train`: times the training step of an NSA model and of its dense twin, in one run.
 
-Tokens per second, MFU, step-time percentiles and peak memory, first on tokens that lie ready, then with the loader.
-A table for people first; the last line is one JSON document.
+Measures tokens per second, MFU, step-time percentiles and peak memory, on tokens in memory and with the data loader.
+Prints a table, then one JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS_PER_STEP = 65536
 
 
 def run(config: Config, lengths: list[int], tokens: int, steps: int, warmup: int, with_data: bool) -> dict[str, Any]:
-    """Measure both kinds of attention at each length; prints the table as it grows, returns the document."""
+    """Measure both kinds of attention at each length; print the table and return the document."""
     device = choose_device(config, 0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{config.model.name} on {name}, {config.runtime.precision}, {tokens:,} tokens per step")
@@ -49,7 +49,7 @@ def _shaped(config: Config, attention: str, length: int, tokens: int) -> Config:
 def _measured(
     config: Config, device: torch.device, steps: int, warmup: int, sources: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each source of tokens, all of them on one model: what the source costs is the only difference."""
+    """Yield a row for each token source, all measured on one model, so that only the source differs."""
     torch._dynamo.reset()
     probe = Probe(config, device)
     for source in sources:
@@ -75,7 +75,7 @@ def _row(config: Config, device: torch.device, source: str, measured: Measuremen
 
 @contextlib.contextmanager
 def _batches(config: Config, source: str) -> Iterator[NextTokens]:
-    """Tokens that lie ready in memory, or the loader over prepared shards of the sample."""
+    """Yield a function that returns tokens from memory, or from the loader over prepared shards of the sample."""
     if source == "none":
         yield random_batches(config).__next__
         return

@@ -130,8 +130,7 @@ def _warm_up(read: TileReader, step: DecodeStep, tokens_1S: Tensor, tile: int) -
 
 def reads_of_prompt(model: Decoder, cache: Cache) -> tuple[int, int]:
     """Return the keys read for the prompt's last token, counted from the blocks it chose, and by formula."""
-    nsa, context = model.config.nsa, int(cache.lengths_B[0])
-    spec = NSASpec(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)
+    spec, context = NSASpec.of(model.config.nsa), int(cache.lengths_B[0])
     position = torch.tensor([context - 1])
     counts = [reads(layer.chosen_BGn.cpu(), position, spec) for layer in cache.layers if isinstance(layer, NSACache)]
     return (_common_count(counts), spec.reads_per_token(context)) if counts else (context, context)

@@ -37,8 +37,15 @@ def test_the_runbook_s_command_reads_by_tiles_and_counts_its_reads() -> None:
 
 
 def test_a_checkpoint_s_weights_are_used_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    demo_64k(S=50, prefill_tile=20, decode_tokens=2, checkpoint=str(save(tmp_path, small_model())), device="cpu")
+    checkpoint = str(save(tmp_path, small_model()))
+    nsa, _ = demo_64k(S=50, prefill_tile=20, decode_tokens=2, checkpoint=checkpoint, device="cpu")
     assert "checkpoint_step7.pt, step 7" in capsys.readouterr().out
+    assert nsa.reads_total <= nsa.reads_formula
+
+
+def test_the_formula_counts_no_more_tokens_than_the_cache_holds() -> None:
+    result = measure(small_model(), torch.arange(20)[None], tile=20, decode_tokens=1)  # four blocks of 8 hold 32
+    assert result.reads_formula == result.reads_total
 
 
 def test_the_demo_measures_a_real_prefill(capsys: pytest.CaptureFixture) -> None:
