@@ -14,10 +14,10 @@ import torch
 
 from tamis.attention.functional import Backend, why_no_kernels
 from tamis.config import Config, build_config
-from tamis.model import Decoder
+from tamis.model import DTYPES, Decoder
 from tamis.run.files.records import write_json_atomic
 from tamis.train.distributed import choose_device, device_name
-from tamis.train.step import COMPUTE_DTYPE, autocast
+from tamis.train.step import autocast
 from tamis.train.tools.probe import measure_steps, random_batches
 
 RESULTS = Path("artifacts/bench")
@@ -44,7 +44,7 @@ def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) ->
 
 
 def _paths(config: Config, device: torch.device) -> list[str]:
-    reason = why_no_kernels(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k)
+    reason = why_no_kernels(device, DTYPES[config.runtime.precision], config.model.d_k)
     if reason:
         print(f"sparse kernels are not measured: {reason}")
     return [*([] if reason else ["sparse kernels"]), "reference", "dense twin"]

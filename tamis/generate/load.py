@@ -14,13 +14,12 @@ from tamis.attention.layer import NSAAttention
 from tamis.attention.verify_decode import require_decode
 from tamis.config import Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
-from tamis.model import Decoder
+from tamis.model import DTYPES, Decoder
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
 
 EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
 Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

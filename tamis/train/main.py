@@ -25,6 +25,7 @@ from tamis.attention.functional import describe
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import flops_per_token, parameter_count
 from tamis.data import DataError, EndOfData
+from tamis.model import DTYPES
 from tamis.run.files.console import discard_unwritable_output, say, write
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import describe_environment
@@ -41,7 +42,6 @@ from tamis.train.distributed import Ranks, device_name, join
 from tamis.train.guards import Anomaly
 from tamis.train.memory import out_of_memory_advice
 from tamis.train.settings import apply_settings
-from tamis.train.step import COMPUTE_DTYPE
 from tamis.train.trainer import Trainer
 
 ALL_END_TOGETHER = (ExitCode.DONE, ExitCode.HALTED, ExitCode.PREEMPTED)
@@ -172,7 +172,7 @@ def _announce(trainer: Trainer) -> None:
         f"{train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
     )
-    say(describe(ranks.device, COMPUTE_DTYPE[config.runtime.precision], model.d_k))
+    say(describe(ranks.device, DTYPES[config.runtime.precision], model.d_k))
     for line in apply_settings(config, ranks.device):
         say(line)
 

@@ -8,8 +8,9 @@ import torch
 from torch.backends import cuda as sdpa
 
 from tamis.config import Config
+from tamis.model import DTYPES
 from tamis.model.dense import takes_groups
-from tamis.train.step import COMPUTE_DTYPE, attention_kernels
+from tamis.train.step import attention_kernels
 
 
 def apply_settings(config: Config, device: torch.device) -> list[str]:
@@ -54,7 +55,7 @@ def _able(config: Config, device: torch.device) -> dict[str, bool]:
     """Ask PyTorch which kernels support the dense twin's shape; empty on a CPU, where there is no choice."""
     if device.type != "cuda":
         return {}
-    model, dtype = config.model, COMPUTE_DTYPE[config.runtime.precision]
+    model, dtype = config.model, DTYPES[config.runtime.precision]
     q, k = (
         torch.empty(1, heads, min(config.train.seq_len, 2048), model.d_k, dtype=dtype, device=device)
         for heads in (model.n_heads, model.n_kv_groups)

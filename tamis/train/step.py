@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.config import Config
-from tamis.model import Decoder
+from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
 from tamis.train.guards import weights_differ
 from tamis.train.metrics import Timestamp, forbids_update, pack_own, pack_step, seconds_between, timestamp
 from tamis.train.optimizer import OptimizerStep
 
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GRAPH_WARM_UP = 3  # runs before a capture: compilation and the allocator must have settled
 
 Outputs = tuple[Tensor, Tensor | None]  # detached loss and gate statistics of a micro-batch
@@ -181,5 +180,5 @@ def attention_kernels(config: Config) -> contextlib.AbstractContextManager[Any]:
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Compute in the configured precision; the weights stay fp32."""
-    dtype = COMPUTE_DTYPE[config.runtime.precision]
+    dtype = DTYPES[config.runtime.precision]
     return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.config import Config
-from tamis.model import Decoder
+from tamis.model import DTYPES, Decoder
 from tamis.run.files.records import write_text_atomic
 from tamis.train.distributed import choose_device, device_name
-from tamis.train.step import COMPUTE_DTYPE, autocast
+from tamis.train.step import autocast
 from tamis.train.tools.selfcheck import Result, selfcheck
 
 REPORTS = Path("artifacts/test-reports")
@@ -42,7 +42,7 @@ def run_causality_tests(config: Config, full: bool = False, reports: Path = REPO
     lines = [f"causality of {config.model.name} ({config.model.attention}) on {device_name(device)}"]
     if device.type == "cpu":
         lines.append("no GPU: this runs on the CPU, where the plain-PyTorch reference computes attention")
-    lines.append(describe(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k))
+    lines.append(describe(device, DTYPES[config.runtime.precision], config.model.d_k))
     print("\n".join(lines), flush=True)
     model, tokens = _fresh_model(config, device)
     passed = _run(_three_tests(model, tokens), "Causality test", lines)
@@ -100,7 +100,7 @@ def _extended_tests(model: Decoder, tokens_1S: Tensor) -> list[Trial]:
     config, device = model.config, tokens_1S.device
     edges = (config.nsa.l, config.nsa.w, 2 * config.nsa.w, 4 * config.nsa.w)
     lengths = sorted({max(2, edge + offset) for edge in edges for offset in (-1, 0, 1)})
-    if reason := why_no_kernels(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k):
+    if reason := why_no_kernels(device, DTYPES[config.runtime.precision], config.model.d_k):
         print(f"     kernels are not compared with the reference: {reason}")
     return [
         *(

@@ -15,10 +15,10 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.attention.verify import length_like, odd_length, verify
 from tamis.config import Config
-from tamis.model import Decoder
+from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import choose_device
 from tamis.train.guards import Anomaly
-from tamis.train.step import COMPUTE_DTYPE, autocast
+from tamis.train.step import autocast
 
 RANDOM_TOKENS = 4096  # enough for a mean loss within a hundredth of a nat
 FLOOR_MARGIN = 0.02  # nats below ln V that so many random tokens may reach by chance
@@ -46,7 +46,7 @@ def selfcheck(config: Config, device: torch.device) -> list[Result]:
 
 def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
     """Compare kernels with the reference, by default at the trained length; empty where the reference computes."""
-    dtype = COMPUTE_DTYPE[config.runtime.precision]
+    dtype = DTYPES[config.runtime.precision]
     model, spec = config.model, NSASpec.of(config.nsa)
     if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
         return []
@@ -101,7 +101,7 @@ def run_selfcheck(config: Config, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({"checks": [asdict(result) for result in results]}))
     else:
-        print(describe(device, COMPUTE_DTYPE[config.runtime.precision], config.model.d_k))
+        print(describe(device, DTYPES[config.runtime.precision], config.model.d_k))
         for r in results:
             print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
     return 0 if all(result.passed for result in results) else 1
