@@ -4,9 +4,10 @@
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # works from a checkout that is not installed
+from _environment import enter_environment
+
+enter_environment()
 
 from tamis.run.supervise.watch import limits_of, watch
 

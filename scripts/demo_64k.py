@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""A long prompt read by tiles through the caches, then tokens decoded, beside the dense twin in the same run.
+"""Read a long prompt by tiles through the caches, then decode tokens; the dense twin does the same for comparison.
 
 Example: PYTHONPATH=. python scripts/demo_64k.py --S 65536 --prefill_tile 4096 --rope_scale 8.0 --use_fa2 1
 """
@@ -9,6 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from _environment import enter_environment
+
+enter_environment()
+
 from tamis.cli.common import announced
 from tamis.cli.main import guarded
 
@@ -16,7 +20,7 @@ from tamis.cli.main import guarded
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--S", type=int, default=65536, help="tokens of the prompt")
-    parser.add_argument("--prefill_tile", type=int, default=4096, help="tokens read at a time")
+    parser.add_argument("--prefill_tile", type=int, default=4096, help="tokens per tile")
     parser.add_argument("--rope_scale", type=float, default=1.0, help="positions are divided by this, in every branch")
     parser.add_argument("--use_fa2", type=int, choices=(0, 1), default=1, help="dense twin: allow flash attention")
     parser.add_argument("--decode_tokens", type=int, default=32, help="tokens decoded after the prompt")

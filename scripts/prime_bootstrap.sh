@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the pinned dependencies; run it as often as you like. `--test` adds what the tests need.
+# Makes .venv and installs the pinned dependencies; it may run any number of times. `--test` adds what the tests need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,11 +22,28 @@ find_python() {
   fail "no Python 3.11 or newer with venv found: install python3.11-venv or newer, then run this again"
 }
 
-# A CUDA torch that is already there and new enough saves a download of several gigabytes.
+ask_gpus() { nvidia-smi "--query-gpu=$1" --format=csv,noheader 2>/dev/null; }
+
+# The PyTorch builds that this machine's driver can run: CUDA 13 needs driver 580, CUDA 12 needs 525.
+choose_build() {
+  driver=$(ask_gpus driver_version) || driver=""
+  driver=${driver%%$'\n'*}
+  local major=${driver%%.*}
+  [[ "$major" =~ ^[0-9]+$ ]] || return 0  # no GPU answers: the pins decide
+  if [ "$major" -ge 580 ]; then
+    build=cu130
+  elif [ "$major" -ge 525 ]; then
+    build=cu126
+  else
+    fail "NVIDIA driver $driver is too old for PyTorch: install driver 525.60.13 or newer (580.65.06 or newer for CUDA 13)"
+  fi
+}
+
+# A torch that is already there, new enough and able to use the GPUs saves a download of several gigabytes.
 machine_torch() {
   "$1" - <<'PY' 2>/dev/null || true
 import re, torch
-if torch.version.cuda and tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10):
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10) and torch.cuda.is_available():
     print(torch.__version__)
 PY
 }
@@ -35,16 +52,19 @@ site_of_torch() { "$1" -c 'import pathlib, torch; print(pathlib.Path(torch.__fil
 site_packages() { .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 show_gpus() {
-  if command -v nvidia-smi >/dev/null && gpus=$(nvidia-smi --query-gpu=index,name,memory.total --format=csv,noheader 2>/dev/null); then
+  if command -v nvidia-smi >/dev/null && gpus=$(ask_gpus index,name,memory.total); then
     while IFS= read -r gpu; do say "GPU $gpu"; done <<<"$gpus"
   else
     say "no NVIDIA GPU found: the embedded showcase will run on the CPU"
   fi
+  say "next: bash scripts/train_m7c_prime.sh (to type tamis, torchrun or tensorboard, first: . .venv/bin/activate)"
 }
 
 say "Tamis in $PWD"
+build="" driver=""
+command -v nvidia-smi >/dev/null && choose_build
 stamp=$(cat pyproject.toml constraints.txt scripts/prime_bootstrap.sh | sha256sum | cut -c1-16)
-# What was installed with the test extras also serves without them.
+# An environment with the test extras also serves without them.
 if [ -x .venv/bin/tamis ] && grep -qxF -e "$stamp [test]" -e "$stamp $extras" .venv/.tamis-stamp 2>/dev/null; then
   say ".venv is up to date"
   show_gpus
@@ -56,10 +76,11 @@ say "using $("$python" --version) at $(command -v "$python")"
 found=$(machine_torch "$python")
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
+index=()
 if [ -n "$found" ]; then
   say "reusing the machine's torch $found (pip may name conflicts among packages that Tamis does not use)"
   [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
-  # A torch that lives in an environment of its own is no system package: point at where it lies.
+  # A torch that lives in an environment of its own is no system package: add its folder to the path.
   .venv/bin/python -c 'import torch' 2>/dev/null || site_of_torch "$python" >"$(site_packages)/machine_torch.pth"
   grep -viE '^(torch|triton|numpy|setuptools)==' constraints.txt >"$constraints"
 else
@@ -73,13 +94,22 @@ else
       grep '^#gpu ' constraints.txt | cut -c6-
     } >"$constraints"
   fi
+  if [ "$build" = cu126 ]; then
+    say "driver $driver is older than CUDA 13 needs (580.65.06): installing PyTorch's build for CUDA 12.6"
+    index=(--extra-index-url https://download.pytorch.org/whl/cu126)
+    pinned=$(while IFS= read -r pin; do case "$pin" in torch==*) echo "$pin+cu126" ;; *) echo "$pin" ;; esac; done <"$constraints")
+    echo "$pinned" >"$constraints"
+  fi
 fi
 
 say "installing pinned dependencies (a minute or two, more when torch must be downloaded)"
-.venv/bin/python -m pip install -qq --disable-pip-version-check --constraint "$constraints" --editable ".$extras" \
+.venv/bin/python -m pip install -qq --disable-pip-version-check "${index[@]}" --constraint "$constraints" --editable ".$extras" \
   || fail "installing failed: read the lines above; check the network and the free disk space, then run this again"
 .venv/bin/python -c 'import torch, tamis; print(f"[bootstrap] torch {torch.__version__}, tamis {tamis.__version__}")' \
   || fail "torch or tamis cannot be imported from .venv: remove .venv and run this again"
+[ -z "$build" ] || .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+  || fail "the installed torch cannot use the GPUs with driver $driver: update the driver to 580.65.06 or newer, remove .venv and run this again"
+printf '#!/bin/sh\nexec "%s" "%s" "$@"\n' "$PWD/.venv/bin/python" "$PWD/scripts/_torchrun.py" >.venv/bin/torchrun
+chmod +x .venv/bin/torchrun
 echo "$stamp $extras" >>.venv/.tamis-stamp
 show_gpus
-say "done: .venv/bin/tamis --help"

@@ -3,12 +3,13 @@
 
 import signal
 import sys
-from pathlib import Path
 
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asked for stacks before it can give any, it must not die of it
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from _environment import enter_environment
 
-from tamis.cli.main import train_showcase  # noqa: E402
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the trainer has its handler, the signal must not end the process
+enter_environment()
+
+from tamis.cli.main import train_showcase
 
 if __name__ == "__main__":
     sys.exit(train_showcase(sys.argv[1:]))

@@ -146,6 +146,9 @@ def make_checkout(path: Path) -> Checkout:
         shim = path / "shims" / name
         shim.write_text(OWN_PROCESSES.format(python=sys.executable, here=str(path)))
         shim.chmod(0o755)
+    shim = path / "shims" / "torchrun"  # as the bootstrap installs it
+    shim.write_text(f'#!/bin/sh\nexec "{path}/.venv/bin/python" "{path}/scripts/_torchrun.py" "$@"\n')
+    shim.chmod(0o755)
     return Checkout(path)
 
 

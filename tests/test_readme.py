@@ -62,7 +62,7 @@ def test_the_librarys_example_runs() -> None:
 
 
 def test_the_plots_show_the_figures_of_docs_data(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "plot_benchmarks.py"
+    script = ROOT / "docs" / "plot_benchmarks.py"
     runpy.run_path(str(script))["draw"](tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(drawn) == 3

@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,15 +107,58 @@ def test_bootstrap_that_cannot_install_stops_with_the_reason(bare_machine: Path)
     assert not (bare_machine / ".venv" / ".tamis-stamp").exists()
 
 
+RECORDS_PINS = """
+echo "$@" >> .venv/calls
+while [ $# -gt 0 ]; do if [ "$1" = --constraint ]; then cp "$2" .venv/pins; fi; shift; done
+"""
+
+
+def write_gpu(machine: Path, driver: str) -> None:
+    answers = f'case $1 in *driver_version) echo {driver} ;; *) echo "0, NVIDIA A100 80GB PCIe, 81920 MiB" ;; esac\n'
+    write_script(machine / "path" / "nvidia-smi", answers)
+
+
 def test_bootstrap_shows_each_gpu_and_installs_once(bare_machine: Path) -> None:
     write_script(bare_machine / "path" / "python3", MAKES_A_VENV)
     write_script(bare_machine / "path" / "venv_python", 'echo "$@" >> .venv/calls; cp "$0" .venv/bin/tamis\n')
-    write_script(bare_machine / "path" / "nvidia-smi", 'echo "0, NVIDIA A100 80GB PCIe, 81920 MiB"\n')
+    write_gpu(bare_machine, driver="580.65.06")
     first, again = bootstrap(bare_machine), bootstrap(bare_machine)
     assert first.returncode == again.returncode == 0, first.stderr
     assert "[bootstrap] GPU 0, NVIDIA A100 80GB PCIe, 81920 MiB" in first.stdout
     assert "up to date" in again.stdout
-    assert (bare_machine / ".venv" / "calls").read_text().count("pip install") == 1
+    for done in (first, again):
+        assert done.stdout.splitlines()[-1].startswith("[bootstrap] next: bash scripts/train_m7c_prime.sh")
+    calls = (bare_machine / ".venv" / "calls").read_text()
+    assert calls.count("pip install") == 1
+    assert "download.pytorch.org" not in calls
+
+
+def test_bootstrap_installs_a_torch_for_cuda_12_where_the_driver_is_older_than_cuda_13_needs(
+    bare_machine: Path,
+) -> None:
+    write_script(bare_machine / "path" / "python3", MAKES_A_VENV)
+    write_script(bare_machine / "path" / "venv_python", RECORDS_PINS)
+    write_gpu(bare_machine, driver="535.183.01")
+    done = bootstrap(bare_machine)
+    assert done.returncode == 0, done.stderr
+    assert "driver 535.183.01 is older than CUDA 13 needs (580.65.06)" in done.stdout
+    assert "--extra-index-url https://download.pytorch.org/whl/cu126" in (bare_machine / ".venv" / "calls").read_text()
+    pins = (bare_machine / ".venv" / "pins").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith("torch==")] == ["torch==2.11.0+cu126"]
+
+
+def test_bootstrap_stops_where_no_torch_runs_with_the_driver(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", MAKES_A_VENV)
+    write_gpu(bare_machine, driver="470.82.01")
+    refused = bootstrap(bare_machine)
+    assert refused.returncode == 1
+    assert "NVIDIA driver 470.82.01 is too old for PyTorch: install driver 525.60.13 or newer" in refused.stderr
+    write_script(bare_machine / "path" / "venv_python", "case $* in *cuda.is_available*) exit 1 ;; esac\n")
+    write_gpu(bare_machine, driver="580.65.06")
+    unusable = bootstrap(bare_machine)
+    assert unusable.returncode == 1
+    assert "the installed torch cannot use the GPUs with driver 580.65.06" in unusable.stderr
+    assert not (bare_machine / ".venv" / ".tamis-stamp").exists()
 
 
 HAS_TORCH_IN_AN_ENVIRONMENT = """
@@ -188,3 +232,15 @@ def test_a_mistyped_flag_of_the_launch_is_told_before_anything_is_tested(tmp_pat
     shown = checkout.run("bash scripts/production_50k_launch.sh --help")
     assert shown.code == 0
     assert "--phase-steps" in shown and "preflight: " not in shown
+
+
+def test_a_python_script_finds_the_project_environment_by_itself(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    bare = f"{Path(sys.executable).resolve()} -S"  # a Python without packages, as a machine's own
+    for script in ("_watchdog.py", "datasets/fineweb_edu_loader.py"):
+        shown = checkout.run(f"{bare} scripts/{script} --help")
+        assert shown.code == 0 and "usage: " in shown, shown
+    (checkout.path / ".venv").rename(tmp_path / "elsewhere")
+    refused = checkout.run(f"{bare} scripts/train_showcase.py --dataset synthetic", PATH=os.environ["PATH"])
+    assert refused.code == 1
+    assert re.fullmatch(r"error: \S+ lacks torch, .*: run bash scripts/prime_bootstrap.sh first\n", refused)

@@ -1,4 +1,4 @@
-"""Fetch a few batches of FineWeb-Edu through the real loader and tokenizer; exit 0 only when they came.
+"""Fetch a few batches of FineWeb-Edu through the real loader and tokenizer; exit 0 only when they arrive.
 
 CONFIG may name a config file; otherwise the built-in defaults are used. See `tamis data check --help` for more.
 Example: PYTHONPATH=. python scripts/datasets/check_fwe_stream.py
@@ -7,6 +7,13 @@ Example: PYTHONPATH=. python scripts/datasets/check_fwe_stream.py
 import argparse
 import os
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _environment import enter_environment
+
+enter_environment()
 
 from tamis.cli.main import guarded
 from tamis.cli.models import check_data

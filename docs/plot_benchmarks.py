@@ -1,6 +1,6 @@
 """Draw the plots of docs/performance.md: docs/data/*.json, as the benches print it, to docs/images/*.svg.
 
-    python scripts/plot_benchmarks.py
+    python docs/plot_benchmarks.py
 
 Each plot is a card with a background of its own, so that it is readable on a light and on a dark page.
 """

@@ -1,0 +1,14 @@
+"""torchrun, which ignores SIGUSR1. The bootstrap installs it as `.venv/bin/torchrun`.
+
+`pgrep -f scripts/train_showcase.py` finds torchrun too, since the script is among its arguments. The workers answer
+SIGUSR1 with their stacks; torchrun itself has no handler, and the signal would end it and the run.
+"""
+
+import signal
+
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+from torch.distributed.run import main
+
+if __name__ == "__main__":
+    main()
