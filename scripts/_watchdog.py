@@ -9,7 +9,7 @@ from _environment import enter_environment
 
 enter_environment()
 
-from tamis.run.supervise.watch import limits_of, watch
+from tamis.run.supervise.watchdog import limits_of, watch_run
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     limits = limits_of(arguments.dir)
     if arguments.stall_floor is not None:
         limits = dataclasses.replace(limits, floor_s=arguments.stall_floor)
-    return watch(arguments.dir, halt=bool(arguments.halt), look_every_s=arguments.interval, limits=limits)
+    return watch_run(arguments.dir, halt=bool(arguments.halt), look_every_s=arguments.interval, limits=limits)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def run(words: Words = None, detach: Detach = False) -> None:
 
       tamis run configs/m7c_125m_80g.yaml data.dataset=shards data.local_path=shards/ --detach
     """
-    from tamis.run.job import main_job
+    from tamis.run.launch import main_job
 
     path, overrides = split(words)
     raise typer.Exit(main_job(path, overrides, detach))
@@ -85,17 +85,17 @@ def launch(
 
       tamis launch configs/train_showcase.yaml --phases --phase-steps 1,20,30,60
     """
-    from tamis.run.launch import launch_in_background, launch_once, launch_phases, prepared
+    from tamis.run.launch import launch_detached, launch_once, launch_phases, prepare_job
     from tamis.run.phases import parse_phase_steps
 
     if (phase_steps or repeat) and not phases:
         raise ConfigError("--phase-steps and --repeat need --phases: give --phases too")
     config = resolve_for_this_machine(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
-    if phases and detach:
-        raise typer.Exit(launch_in_background(config, [a for a in sys.argv[1:] if a != "--detach"]))
-    job = prepared(config, split(words)[0], processes, restarts)
-    raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job, detach))
+    if detach:
+        raise typer.Exit(launch_detached(config, [a for a in sys.argv[1:] if a != "--detach"]))
+    job = prepare_job(config, split(words)[0], processes, restarts)
+    raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job))
 
 
 @verb()
@@ -108,6 +108,7 @@ def halt(
 
     Example: tamis halt artifacts/m7c_125m_2xa100_prod --reason "moving to another machine"
     """
-    from tamis.run.halt_command import halt_run
+    from tamis.run.files.halt import halt_run
+    from tamis.run.find import existing_run
 
-    raise typer.Exit(halt_run(run, reason, wait))
+    raise typer.Exit(halt_run(existing_run(run), reason, wait))

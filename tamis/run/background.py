@@ -1,4 +1,4 @@
-"""Work that goes on beside other work: a thread that lives exactly as long as a block."""
+"""Repeated work in a thread that lives exactly as long as a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """Do the work every so many seconds while the block runs, never after it."""
+    """Call `work` every `every_s` seconds while the block runs, never after it."""
     done = threading.Event()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""How far a run is and when it will end, from tokens it has really processed; nothing is said before it is measured."""
+"""How far a run is and when it will end, from the tokens it has processed; unknown until measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_TIMED_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Progress:
+class TokenProgress:
     tokens_done: int | None = None
     tokens_planned: int | None = None
     tokens_per_s: float | None = None  # wall-clock, evaluations and checkpoints included
@@ -21,11 +21,11 @@ class Progress:
 
 def measure_progress(
     step_ends: Sequence[Heartbeat], tokens_per_step: int, steps: int, *, is_running: bool = True
-) -> Progress:
+) -> TokenProgress:
     speed = measured_tokens_per_s(step_ends, tokens_per_step)
     step = step_ends[-1].step if step_ends else 0
     left = max(0, steps - step) * tokens_per_step
-    return Progress(
+    return TokenProgress(
         tokens_done=step * tokens_per_step,
         tokens_planned=steps * tokens_per_step,
         tokens_per_s=speed,
@@ -34,7 +34,7 @@ def measure_progress(
 
 
 def measured_tokens_per_s(step_ends: Sequence[Heartbeat], tokens_per_step: int) -> float | None:
-    """Over pairs of following steps of one process, by its monotonic clock: restarts and clock jumps do not count."""
+    """Speed over pairs of consecutive steps of one process, by its monotonic clock: no restarts, no clock jumps."""
     pairs = [(a, b) for a, b in pairwise(step_ends) if a.pid == b.pid and b.step > a.step and b.mono > a.mono]
     if len(pairs) < LEAST_TIMED_STEPS:
         return None

@@ -1,4 +1,4 @@
-"""`tamis launch`: one configuration under supervision, or a whole launch by phases with checks, summary and bundle."""
+"""Starting a run: `tamis run` (the main job) and `tamis launch` (one configuration, or a launch by phases)."""
 
 from __future__ import annotations
 
@@ -8,34 +8,41 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tamis.config import Config
+from tamis.config import Config, load_config
+from tamis.config.legacy import variable_overrides
 from tamis.run.background import repeated
 from tamis.run.checks.preflight import run_preflight
 from tamis.run.checks.runbooks import judge_run
+from tamis.run.files.console import say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.files.info import describe_run, write_info
 from tamis.run.files.lock import RunLock, require_no_launch
+from tamis.run.finish import finish_run
 from tamis.run.handover.bundle import write_bundle
-from tamis.run.phase_runner import launch_by_phases
-from tamis.run.plan import LaunchPlan, launch_plan
+from tamis.run.phases import launch_by_phases
+from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
+from tamis.run.supervise.escalation import wait_until
 from tamis.run.supervise.restarts import RestartBudget
-from tamis.run.supervise.supervisor import LaunchOptions, launch
+from tamis.run.supervise.supervisor import LaunchOptions, supervise
 
+LAUNCH_LOGS = Path("artifacts/train_runs")
+SMOKE_STEPS = 50
 ESTIMATE_TIMEOUT_S = 900
 LOOK_FOR_HALT_EVERY_S = 0.5
+DETACHED_START_S = 30.0  # longest wait until a detached launch holds its directory
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What one call of `tamis launch` is about."""
+class Job:
+    """One launch: the configuration, where it came from, and the machine it runs on."""
 
     config: Config
     config_path: str
@@ -44,43 +51,89 @@ class Launch:
     restarts: int
     started: float
 
-    def supervised(self, config: Config, detach: bool = False) -> int:
+    def supervised(self, config: Config, log: Path | None = None) -> int:
         options = LaunchOptions(budget=RestartBudget(restarts=self.restarts))
-        return launch(config, processes=self.processes, detach=detach, options=options)
+        return supervise(config, processes=self.processes, log=log, options=options)
 
 
-def prepared(config: Config, config_path: str | None, processes: int | None, restarts: int) -> Launch:
-    """Look at the machine, say what follows from it, and set the NCCL variables that the operator left open."""
+def main_job(config_path: str | None, overrides: list[str], detach: bool = False) -> int:
+    """Go from a bare machine to a trained model (`tamis run`); returns the exit code."""
     gpus = read_gpus()
-    plan: LaunchPlan = launch_plan(gpus, config_path=config_path)
-    os.environ.update(plan.environment)
+    plan = launch_plan(gpus, config_path=config_path)
+    from_variables, effects = variable_overrides(os.environ)
+    _apply(plan, effects)
+    config = load_config(plan.config_path, [*from_variables, *overrides])
+    if detach:
+        return launch_detached(config, ["run", *([config_path] if config_path else []), *overrides])
+    job = Job(config, plan.config_path, plan.processes, gpus, RestartBudget().restarts, time.time())
+    out = directory_for(config)  # a refusal leaves nothing behind
+    logs = LAUNCH_LOGS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
+    logs.mkdir(parents=True)
+    _write_run_info(job, logs, out)
+    if gpus and (code := smoke(job, logs, out)) != ExitCode.DONE:
+        how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
+        say(f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}")
+        return code
+    code = job.supervised(config, log=logs / "train.log")
+    finish_run(config, logs, code, job.started)
+    return code
+
+
+def prepare_job(config: Config, config_path: str | None, processes: int | None, restarts: int) -> Job:
+    """Read the machine, print what follows from it, and set the NCCL variables that the operator left open."""
+    gpus = read_gpus()
+    plan = launch_plan(gpus, config_path=config_path)
     processes = processes or plan.processes
-    for line in [
-        *plan.reasons,
-        f"processes: {processes}",
-        *(f"{name}={value}: set for this machine" for name, value in plan.environment.items()),
-    ]:
-        _say(line)
-    return Launch(config, plan.config_path, processes, gpus, restarts, time.time())
+    _apply(plan, [f"processes: {processes}"])
+    return Job(config, plan.config_path, processes, gpus, restarts, time.time())
 
 
-def launch_once(job: Launch, detach: bool = False) -> int:
+def _apply(plan: LaunchPlan, effects: Sequence[str]) -> None:
+    os.environ.update(plan.environment)
+    chosen = [f"{name}={value}: set for this machine" for name, value in plan.environment.items()]
+    for line in [*plan.reasons, *effects, *chosen]:
+        say(line)
+
+
+def launch_once(job: Job) -> int:
     """Run the configuration to its end under supervision."""
-    run = directory_for(job.config)
+    out = directory_for(job.config)
+    _write_run_info(job, out.path, out)
+    return job.supervised(job.config)
+
+
+def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
+    """Write run.info next to the logs and in OUT, and print its main lines, before anything slow."""
     info = describe_run(
         job.config,
         config_path=job.config_path,
-        run_dir=run.path,
+        run_dir=logs,
         gpus=job.gpus,
         processes=job.processes,
         command=sys.argv,
     )
-    write_info(run.run_info, info)
-    _say(f"{info['model']}: {info['parameters']:,} parameters, {info['tokens_per_step']:,} tokens per step, {run.path}")
-    return job.supervised(job.config, detach)
+    for path in {logs / "run.info", out.run_info}:
+        write_info(path, info)
+    for key in ("model", "parameters", "config_hash", "tokens_per_step", "tokens_planned", "out_dir"):
+        say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
 
 
-def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
+def smoke(job: Job, logs: Path, out: RunDirectory) -> int:
+    """Run fifty synthetic steps of the showcase model on every GPU: drivers, collectives, checkpoints, logging.
+
+    `out`, the run's own directory, is locked in the meantime, and a .HALT there stops the smoke test.
+    """
+    say(f"smoke test: {SMOKE_STEPS} synthetic steps")
+    rehearsal = RunDirectory(logs / "smoke").create()
+    overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={rehearsal.path}"]
+    overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
+    config = load_config(SHOWCASE_CONFIG, overrides)
+    with RunLock(out.launch_lock) as lock, halts_forwarded(out, rehearsal, time.time()):
+        lock.acquire("smoke test")
+        return job.supervised(config, log=logs / "smoke.log")
+
+
+def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
     out = directory_for(job.config)
     with RunLock(out.launch_lock) as lock:
@@ -88,16 +141,16 @@ def launch_phases(job: Launch, steps: Mapping[int, int] | None = None, repeat: b
         return _launch_phases(job, out, steps, repeat)
 
 
-def _launch_phases(job: Launch, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:
+def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:
     if not _is_ready(job):
-        _say("not launched: the preflight failed; each failed line above says what to do")
+        say("not launched: the preflight failed; each failed line above says what to do")
         return ExitCode.CRASH
 
     def supervised(config: Config) -> int:
         if HaltFile(out.halt).requested(job.started):
-            _say(f"halted between two phases: {HaltFile(out.halt).consume()}")
+            say(f"halted between two phases: {HaltFile(out.halt).consume()}")
             return ExitCode.HALTED
-        with halts_passed_on(out, RunDirectory(config.train.out_dir), job.started):
+        with halts_forwarded(out, RunDirectory(config.train.out_dir), job.started):
             return job.supervised(config)
 
     code = launch_by_phases(
@@ -111,14 +164,14 @@ def _launch_phases(job: Launch, out: RunDirectory, steps: Mapping[int, int] | No
         repeat=repeat,
     )
     if code == ExitCode.DONE:
-        _say("success criteria, from the files the run left:")
+        say("success criteria, from the files the run left:")
         judge_run(out.path)
         write_bundle(out.path)
     return code
 
 
-def _is_ready(job: Launch) -> bool:
-    """The whole preflight; what fails within a second is told within a second."""
+def _is_ready(job: Job) -> bool:
+    """Run the whole preflight; the quick checks first, so that a quick failure is reported at once."""
     lines: list[str] = []
     if run_preflight(job.config, gpus=job.gpus, quick=True, emit=lines.append):
         print("\n".join(lines), flush=True)
@@ -127,45 +180,50 @@ def _is_ready(job: Launch) -> bool:
 
 
 def directory_for(config: Config) -> RunDirectory:
-    """OUT, made if need be; refused while another launch owns it, before a single file in it is touched."""
+    """Create OUT if needed; refused while another launch owns it, before any file in it is touched."""
     out = RunDirectory(config.train.out_dir).create()
     require_no_launch(out)
     return out
 
 
-def launch_in_background(config: Config, arguments: list[str]) -> int:
-    """Start the same command again without a terminal; its output goes to OUT/launch.log."""
+def launch_detached(config: Config, arguments: list[str]) -> int:
+    """Start `tamis` with these arguments without a terminal; its output goes to OUT/launch.log."""
     out = directory_for(config)
+    return start_detached([sys.executable, "-u", "-m", "tamis", *arguments], out)
+
+
+def start_detached(command: list[str], out: RunDirectory) -> int:
+    """Start a launch in a session of its own, and wait until it holds its directory or has ended."""
     log = out.path / "launch.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tamis", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    _say(f"launched in the background as process {process.pid}. Watch: tail -f {log}   Halt: touch {out.halt}")
-    return ExitCode.DONE
+    say(f"launched in the background as process {process.pid}. Watch: tail -f {log}   Halt: touch {out.halt}")
+    locks = (RunLock(out.lock), RunLock(out.launch_lock))
+    wait_until(lambda: any(lock.is_held() for lock in locks) or process.poll() is not None, DETACHED_START_S)
+    if process.returncode:
+        say(f"it has ended with exit code {process.returncode}: read {log}")
+    return process.returncode or ExitCode.DONE
 
 
 @contextmanager
-def halts_passed_on(out: RunDirectory, phase: RunDirectory, since: float) -> Iterator[None]:
-    """While a phase runs in a directory of its own, a .HALT in OUT, where the operator puts it, stops that phase."""
+def halts_forwarded(out: RunDirectory, phase: RunDirectory, since: float) -> Iterator[None]:
+    """Forward a .HALT in OUT, where the operator puts it, to a phase that runs in a directory of its own."""
     if out.path == phase.path:
         yield
         return
 
-    def pass_on() -> None:
+    def forward() -> None:
         if HaltFile(out.halt).requested(since):
             HaltFile(phase.halt).request(HaltFile(out.halt).consume())
 
-    with repeated(LOOK_FOR_HALT_EVERY_S, pass_on):
+    with repeated(LOOK_FOR_HALT_EVERY_S, forward):
         yield
 
 
-def estimated_toks_per_s(job: Launch) -> float | None:
-    """Measured by a short probe with every process, in children because it needs torch; None when it fails."""
+def estimated_toks_per_s(job: Job) -> float | None:
+    """Measure a few steps with every process, in children because this needs torch; None when it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         config_file = Path(scratch) / "config.yaml"
         config_file.write_text(job.config.to_yaml(), encoding="utf-8")
@@ -173,16 +231,12 @@ def estimated_toks_per_s(job: Launch) -> float | None:
         if job.processes > 1:
             start += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(job.processes), "-m"]
         command = [*start, "tamis", "estimate", str(config_file), "--json", "--resolved"]
-        _say("measuring a few steps for the estimate …")
+        say("measuring a few steps for the estimate …")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)
             rate = float(json.loads(done.stdout.strip().splitlines()[-1])["toks_per_s"])
-        except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
-            _say("the estimate failed; phase 1 will judge its throughput as not measured (tamis estimate says why)")
+        except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+            say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate says why)")
             return None
-    _say(f"estimate: {rate:,.0f} tok/s with {job.processes} process(es)")
+    say(f"estimate: {rate:,.0f} tok/s with {job.processes} process(es)")
     return rate
-
-
-def _say(text: str) -> None:
-    print(f"[tamis] {text}", flush=True)

@@ -1,14 +1,35 @@
-"""Phases 0 to 3 of a launch as data: how many steps on which data, and the criteria that each must meet."""
+"""Phases 0 to 3 of a launch: their step counts, data and criteria, and `launch_by_phases`, which runs them in order.
+
+Each phase runs in a directory of its own and is judged from the files it leaves. A phase that fails stops the launch
+with the reason and a remedy. One that passed before, with the same config, commit, GPUs and step count, is not repeated
+unless asked for.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from tamis.config import ConfigError
+from rich.console import Console
+
+from tamis.config import Config, ConfigError, build_config
 from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
-from tamis.run.checks.findings import Criterion
+from tamis.run.checks.evidence import read_evidence
+from tamis.run.checks.findings import Criterion, Finding, findings_text, is_go, print_findings, verdict
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.hardware import Gpu
+from tamis.run.files.info import describe_run, git_commit, write_info
+from tamis.run.files.records import utc, write_json_atomic, write_text_atomic
+from tamis.run.supervise.worker_processes import trainer_command
 
+RunToEnd = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
+STOPPED_BY_REQUEST = (ExitCode.HALTED, ExitCode.PREEMPTED)
 FASTER_DATA = (
     "check the network, HF_DATASETS_CACHE and data.prefetch_batches; data.dataset: synthetic tells data from compute"
 )
@@ -23,8 +44,8 @@ LOSS_FINITE = Criterion("loss is finite", training.loss_finite, LOOK_AT_LOSS)
 class Phase:
     number: int
     title: str
-    steps: int | None  # None: as the config says
-    dataset: Literal["synthetic"] | None  # None: as the config says
+    steps: int | None  # None: that of the config
+    dataset: Literal["synthetic"] | None  # None: that of the config
     criteria: tuple[Criterion, ...]
 
 
@@ -103,6 +124,7 @@ PHASES = (
         ),
     ),
 )
+PRODUCTION = PHASES[-1].number
 
 
 def parse_phase_steps(text: str) -> dict[int, int]:
@@ -111,3 +133,152 @@ def parse_phase_steps(text: str) -> dict[int, int]:
     if len(counts) != len(PHASES) or not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
         raise ConfigError(f"--phase-steps must be {len(PHASES)} counts like 1,300,1000,50000, got {text!r}")
     return {phase.number: int(count) for phase, count in zip(PHASES, counts, strict=True)}
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """Settings that all phases of one launch share."""
+
+    config: Config
+    config_path: str
+    gpus: Sequence[Gpu]
+    processes: int
+    estimate_toks_per_s: float | None
+    steps: Mapping[int, int]  # step counts that replace a phase's own
+
+    def key(self, phase: Phase) -> str:
+        """A hash of everything that could change the outcome of a phase."""
+        machine = [f"{gpu.name} {gpu.total_mib}" for gpu in self.gpus]
+        parts = [self.config.hash, git_commit(Path.cwd()), machine, self.processes, phase.number, self._steps(phase)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def config_of(self, phase: Phase, out_dir: Path) -> Config:
+        tree = self.config.model_dump()
+        tree["train"]["steps"] = self._steps(phase)
+        tree["train"]["warmup_steps"] = min(tree["train"]["warmup_steps"], tree["train"]["steps"])
+        tree["train"]["out_dir"] = str(out_dir)
+        if phase.dataset:
+            tree["data"]["dataset"] = phase.dataset
+            tree["runtime"]["production"] = False  # a synthetic step is a test, also before a production run
+        return build_config(tree)
+
+    def _steps(self, phase: Phase) -> int:
+        return self.steps.get(phase.number, phase.steps or self.config.train.steps)
+
+
+def launch_by_phases(
+    config: Config,
+    run_to_end: RunToEnd,
+    *,
+    config_path: str,
+    gpus: Sequence[Gpu],
+    processes: int,
+    estimate_toks_per_s: float | None = None,
+    steps: Mapping[int, int] | None = None,
+    repeat: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Run the phases in order; the exit code of the first that does not pass, or that of production."""
+    console = console or Console()
+    settings = PhaseSettings(config, config_path, gpus, processes, estimate_toks_per_s, steps or {})
+    out = RunDirectory(config.train.out_dir).create()
+    for phase in PHASES:
+        before = None if repeat or phase.number == PRODUCTION else _passed_before(out, settings.key(phase))
+        if before:
+            console.print(
+                f"phase {phase.number} ({phase.title}) passed at {before['judged_at']}, unchanged since", soft_wrap=True
+            )
+            continue
+        code = run_phase(phase, settings, run_to_end, console)
+        if code:
+            return code
+    return ExitCode.DONE
+
+
+def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, console: Console) -> int:
+    """Run and judge one phase; 0 only if it ended well and its verdict is GO."""
+    directory = _phase_directory(settings.config, phase).create()
+    config = settings.config_of(phase, directory.path)
+    console.print(
+        f"phase {phase.number}: {phase.title}, {config.train.steps} steps in {directory.path}",
+        markup=False,
+        soft_wrap=True,
+    )
+    write_info(directory.run_info, _info(settings, config, directory))
+    code = run_to_end(config)
+    if code in STOPPED_BY_REQUEST:
+        console.print(f"phase {phase.number} was stopped on request; launch again to continue", soft_wrap=True)
+        return code
+    evidence = replace(read_evidence(directory), config=config)
+    findings = [_ended(code), *(criterion.apply(evidence) for criterion in phase.criteria)]
+    print_findings(f"Phase {phase.number}: {phase.title}", findings, console)
+    _store(RunDirectory(settings.config.train.out_dir), phase, settings.key(phase), directory, findings)
+    return ExitCode.DONE if is_go(findings) else code or ExitCode.CRASH
+
+
+def read_go_no_go(out: RunDirectory) -> list[dict[str, Any]]:
+    """The records of all phases run here, oldest first."""
+    try:
+        return list(json.loads(_stem(out).with_suffix(".json").read_text(encoding="utf-8"))["phases"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _phase_directory(config: Config, phase: Phase) -> RunDirectory:
+    """OUT for production; a new directory for each rehearsal, which therefore never resumes."""
+    out = Path(config.train.out_dir)
+    if phase.number == PRODUCTION:
+        return RunDirectory(out)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return RunDirectory(out / "phases" / f"phase{phase.number}_{stamp}_{time.time_ns() % 1000:03d}")
+
+
+def _info(settings: PhaseSettings, config: Config, directory: RunDirectory) -> dict[str, Any]:
+    return describe_run(
+        config,
+        config_path=settings.config_path,
+        run_dir=directory.path,
+        gpus=settings.gpus,
+        processes=settings.processes,
+        command=trainer_command(directory.config_yaml, settings.processes, None),
+        estimate_toks_per_s=settings.estimate_toks_per_s,
+    )
+
+
+def _ended(code: int) -> Finding:
+    names = {known.value: known.name.lower() for known in ExitCode}
+    status: Literal["pass", "fail"] = "pass" if code == ExitCode.DONE else "fail"
+    remedy = "" if code == ExitCode.DONE else "read the end of train.log and events.jsonl"
+    return Finding(
+        status, f"exit code {code} ({names.get(code, 'crash')})", name="the workers ended well", remedy=remedy
+    )
+
+
+def _passed_before(out: RunDirectory, key: str) -> dict[str, Any] | None:
+    records = [record for record in read_go_no_go(out) if record.get("key") == key]
+    return records[-1] if records and records[-1].get("go") else None
+
+
+def _store(out: RunDirectory, phase: Phase, key: str, directory: RunDirectory, findings: Sequence[Finding]) -> None:
+    record = {
+        "phase": phase.number,
+        "title": phase.title,
+        "directory": str(directory.path),
+        "judged_at": utc(),
+        "key": key,
+        "go": is_go(findings),
+        "verdict": verdict(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    records = [*read_go_no_go(out), record]
+    write_json_atomic(_stem(out).with_suffix(".json"), {"phases": records})
+    write_text_atomic(_stem(out).with_suffix(".txt"), "\n".join(map(_record_text, records)))
+
+
+def _record_text(record: dict[str, Any]) -> str:
+    title = f"Phase {record['phase']}: {record['title']}, judged {record['judged_at']}, in {record['directory']}"
+    return findings_text(title, [Finding(**finding) for finding in record["findings"]])
+
+
+def _stem(out: RunDirectory) -> Path:
+    return out.path / "go_no_go"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.run.files.hardware import Gpu
-from tamis.run.supervise.workers import trainer_command
+from tamis.run.supervise.worker_processes import trainer_command
 
 SHOWCASE_CONFIG = "configs/train_showcase.yaml"
 # Smallest total memory for each config, as NVML reports it; cards sold as 80 and 40 GB report a little less or more.

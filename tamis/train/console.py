@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from tamis.run.files.console import say, write
-from tamis.run.files.live import LIVE_VARIABLE, REWRITE
+from tamis.run.files.console import LIVE_VARIABLE, REWRITE, say, write
 
 Z_LEAST = 10  # with fewer earlier values a z-score means nothing
 Z_WINDOW = 128  # logged steps a loss is compared with

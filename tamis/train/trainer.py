@@ -13,11 +13,11 @@ from tamis.data import DataError, merge_states, open_loader, validation_batches
 from tamis.data.loader import Batch
 from tamis.model import Decoder
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.earlier import set_aside_later
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.heartbeat import Phase
 from tamis.run.files.lock import RunLock, require_no_launch
-from tamis.run.files.timeline import set_aside_later
 from tamis.run.worker.signals import EXIT_CODE_OF, StopReason, StopSignals, is_supervised
 from tamis.train.console import Console
 from tamis.train.distributed import Ranks, device_name, is_sharded, model_config

@@ -22,10 +22,9 @@ from tamis.config import Config, ConfigError, load_config
 from tamis.data.errors import DataError
 from tamis.run import launch as launching
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.halt import HaltFile
+from tamis.run.files.halt import HaltFile, halt_run
 from tamis.run.files.lock import RunLock, RunLocked
-from tamis.run.halt_command import halt_run
-from tamis.run.launch import Launch, halts_passed_on, launch_phases
+from tamis.run.launch import Job, halts_forwarded, launch_phases
 from tamis.run.plan import SHOWCASE_CONFIG
 from tests.checkout import MINIATURE, ROOT
 from tests.run.fabricate import GPUS
@@ -227,8 +226,8 @@ def test_without_a_config_launch_takes_what_the_main_job_would(here: Path, monke
     (here / "mine.yaml").rename(here / SHOWCASE_CONFIG)
     monkeypatch.setattr(launching, "read_gpus", list)
     monkeypatch.setattr("tamis.cli.common.read_gpus", list)
-    launched: list[Launch] = []
-    monkeypatch.setattr(launching, "launch_once", lambda job, detach: launched.append(job) or 0)
+    launched: list[Job] = []
+    monkeypatch.setattr(launching, "launch_once", lambda job: launched.append(job) or 0)
     assert typed("launch", "train.steps=2") == 0
     (job,) = launched
     assert (job.config_path, job.config.train.steps, job.config.model.dim) == (SHOWCASE_CONFIG, 2, 32)
@@ -244,7 +243,7 @@ def test_two_config_files_are_refused(here: Path) -> None:
 
 def test_halt_tells_when_there_is_nothing_to_halt(here: Path, capsys) -> None:
     RunDirectory("out").create().config_yaml.touch()
-    assert halt_run("out", "why", 1) == 1
+    assert halt_run(RunDirectory("out"), "why", 1) == 1
     assert "nothing runs in out" in capsys.readouterr().out
     assert not (here / "out" / ".HALT").exists()
 
@@ -261,7 +260,7 @@ def test_halt_waits_until_the_run_has_stopped(here: Path, capsys) -> None:
 
     thread = threading.Thread(target=stop_when_asked)
     thread.start()
-    assert halt_run(run.path, "moving house", 60) == 0
+    assert halt_run(run, "moving house", 60) == 0
     thread.join()
     assert "asked" in (told := capsys.readouterr().out)
     assert "stopped" in told
@@ -277,7 +276,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_halt_in_out_stops_the_phase_that_runs_elsewhere(tmp_path: Path) -> None:
     out, phase = RunDirectory(tmp_path).create(), RunDirectory(tmp_path / "phases" / "phase1").create()
-    with halts_passed_on(out, phase, time.time() - 1):
+    with halts_forwarded(out, phase, time.time() - 1):
         HaltFile(out.halt).request("enough for today")
         until(HaltFile(phase.halt).requested)
     assert HaltFile(phase.halt).reason() == "enough for today"
@@ -288,31 +287,31 @@ def test_a_halt_from_before_the_launch_stops_nothing(tmp_path: Path) -> None:
     out, phase = RunDirectory(tmp_path).create(), RunDirectory(tmp_path / "phases" / "phase1").create()
     HaltFile(out.halt).request("long ago")
     os.utime(out.halt, (1, 1))
-    with halts_passed_on(out, phase, time.time()):
+    with halts_forwarded(out, phase, time.time()):
         time.sleep(2 * launching.LOOK_FOR_HALT_EVERY_S)
     assert not phase.halt.exists()
 
 
 @pytest.fixture
-def job(here: Path) -> Launch:
+def job(here: Path) -> Job:
     config = load_config("mine.yaml")
-    return Launch(config, "mine.yaml", processes=1, gpus=[], restarts=0, started=time.time())
+    return Job(config, "mine.yaml", processes=1, gpus=[], restarts=0, started=time.time())
 
 
-def test_a_halt_between_two_phases_ends_the_launch(job: Launch, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(launching, "check", lambda *words, **options: 0)
+def test_a_halt_between_two_phases_ends_the_launch(job: Job, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launching, "run_preflight", lambda *words, **options: 0)
     HaltFile(RunDirectory("out").create().halt).request("between")
     assert launch_phases(job, {0: 1, 1: 1, 2: 1, 3: 1}) == 3
     assert "halted between two phases: between" in capsys.readouterr().out
 
 
-def test_a_launch_by_phases_owns_its_directory_from_the_preflight_on(job: Launch, monkeypatch) -> None:
+def test_a_launch_by_phases_owns_its_directory_from_the_preflight_on(job: Job, monkeypatch) -> None:
     def second_launch(*words: object, **options: object) -> int:
         with pytest.raises(RunLocked, match="out belongs to a running launch by phases"):
             launching.directory_for(job.config)
         return 1
 
-    monkeypatch.setattr(launching, "check", second_launch)
+    monkeypatch.setattr(launching, "run_preflight", second_launch)
     assert launch_phases(job) == 1
     assert not RunLock(RunDirectory("out").launch_lock).is_held()
 
@@ -327,9 +326,9 @@ def test_a_smoke_test_owns_the_directory_of_its_run_and_a_halt_there_stops_it(he
         until(HaltFile(RunDirectory(config.train.out_dir).halt).requested)
         return 3
 
-    monkeypatch.setattr("tamis.run.job.launch", launched)
-    monkeypatch.setattr("tamis.run.job.read_gpus", lambda: [GPUS[0]])
-    monkeypatch.setattr("tamis.run.job.SHOWCASE_CONFIG", "mine.yaml")
+    monkeypatch.setattr("tamis.run.launch.supervise", launched)
+    monkeypatch.setattr("tamis.run.launch.read_gpus", lambda: [GPUS[0]])
+    monkeypatch.setattr("tamis.run.launch.SHOWCASE_CONFIG", "mine.yaml")
     monkeypatch.setattr(os, "environ", dict(os.environ))  # the launch adds variables for NCCL
     assert typed("run", "mine.yaml") == 3
     assert "the smoke test was halted: nothing was launched" in capsys.readouterr().out
@@ -375,7 +374,7 @@ def test_a_start_that_fails_for_want_of_data_leaves_the_reason(here: Path) -> No
     assert f"FAILED  rank 0 failed at step 0: {reason}" in tamis("monitor", "out", "--once").output
 
 
-def test_the_estimate_for_the_phases_is_measured_or_missing(job: Launch, monkeypatch, capsys) -> None:
+def test_the_estimate_for_the_phases_is_measured_or_missing(job: Job, monkeypatch, capsys) -> None:
     assert (launching.estimated_toks_per_s(job) or 0) > 0
     monkeypatch.setattr(launching.sys, "executable", "false")
     assert launching.estimated_toks_per_s(job) is None
@@ -396,8 +395,8 @@ def test_a_saved_copy_of_the_last_checkpoint_resumes(here: Path, capsys) -> None
     assert "kept/last.pt cannot be used: it holds" in capsys.readouterr().err
 
 
-def test_a_failed_preflight_launches_nothing(job: Launch, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(launching, "check", lambda *words, **options: 1)
+def test_a_failed_preflight_launches_nothing(job: Job, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launching, "run_preflight", lambda *words, **options: 1)
     assert launch_phases(job) == 1
     assert "not launched: the preflight failed" in capsys.readouterr().out
     assert not list(Path("out").glob("phases/*"))

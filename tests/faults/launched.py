@@ -20,11 +20,11 @@ from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.run.supervise.escalation import Grace
+from tamis.run.launch import start_detached
+from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.restarts import RestartBudget
-from tamis.run.supervise.stall_rules import Limits, limits_for
-from tamis.run.supervise.supervisor import LaunchOptions, launch
-from tamis.run.supervise.workers import trainer_command
+from tamis.run.supervise.supervisor import LaunchOptions, supervise
+from tamis.run.supervise.worker_processes import trainer_command
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 QUICKER = 0.04  # the floor of two minutes becomes 4.8 seconds: more than a loaded machine takes from a healthy process
@@ -163,8 +163,11 @@ def assert_ends_as_unbroken(launched: Launched) -> None:
 
 def main() -> int:
     config = load_config(sys.argv[1])
+    if "detach" in sys.argv:
+        command = [sys.executable, "-u", "-m", "tests.faults.launched", *sys.argv[1:3]]
+        return start_detached(command, RunDirectory(config.train.out_dir))
     try:
-        return launch(config, processes=int(sys.argv[2]), detach="detach" in sys.argv, options=quick_options(config))
+        return supervise(config, processes=int(sys.argv[2]), options=quick_options(config))
     except RunLocked as error:
         print(error)
         return 2

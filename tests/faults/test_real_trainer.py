@@ -18,9 +18,8 @@ from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.run.supervise.escalation import Grace
-from tamis.run.supervise.stall_rules import Limits
-from tamis.run.supervise.watch import watch
+from tamis.run.limits import Grace, Limits
+from tamis.run.supervise.watchdog import watch_run
 from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_config
 from tests.faults.launched import as_operators_do, with_patience
 
@@ -153,7 +152,9 @@ def test_the_watchdog_stops_a_trainer_that_really_stalls_and_it_resumes_exactly(
     trainer = server.start(config, slow={"part": "compute", "step": 7, "seconds": 600})
     trainer.until_phase("progress", 7)
     quick = with_patience(Limits(), 0.01)
-    code = watch(tmp_path, limits=quick, grace=Grace(halt_s=0.5, term_s=1.0), look_every_s=0.1, say=lambda line: None)
+    code = watch_run(
+        tmp_path, limits=quick, grace=Grace(halt_s=0.5, term_s=1.0), look_every_s=0.1, say=lambda line: None
+    )
     assert code == 5
     assert trainer.wait() == -signal.SIGKILL
     assert trainer.run.anomaly.read_text().startswith("stuck_in_compute\n")

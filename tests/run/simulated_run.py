@@ -7,9 +7,10 @@ from typing import Any
 from tamis.run.files.events import Alarm
 from tamis.run.files.heartbeat import Heartbeat, Phase
 from tamis.run.files.lock import ProcessState
-from tamis.run.supervise.health_rules import judge_health
+from tamis.run.limits import Limits
+from tamis.run.supervise.health_rules import health_alarms
 from tamis.run.supervise.history import RunHistory
-from tamis.run.supervise.stall_rules import Limits, judge
+from tamis.run.supervise.stall_rules import stall_alarms
 
 LOOK_EVERY_S = 1.0
 
@@ -54,8 +55,8 @@ class SimulatedRun:
 
     def look(self) -> None:
         self.history.tick(self.monotonic)
-        self.alarms += judge(self.history, self.processes, self.limits)
-        self.alarms += judge_health(self.history, self.limits)
+        self.alarms += stall_alarms(self.history, self.processes, self.limits)
+        self.alarms += health_alarms(self.history, self.limits)
 
     def kinds(self, severity: str | None = None) -> set[str]:
         return {alarm.kind for alarm in self.alarms if severity in (None, alarm.severity)}

@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from tamis.config import Config, ConfigError, build_config
-from tamis.run import phase_runner
+from tamis.run import phases
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
-from tamis.run.phase_runner import launch_by_phases, read_go_no_go
-from tamis.run.phases import PHASES, parse_phase_steps
+from tamis.run.phases import PHASES, launch_by_phases, parse_phase_steps, read_go_no_go
 from tests.run.fabricate import GPUS, Story, fabricate
 
 STEPS = {0: 1, 1: 30, 2: 40, 3: 60}
@@ -37,7 +36,7 @@ class Launcher:
 def no_torch_needed(monkeypatch):
     """Loading a checkpoint with torch is tested with the judge; the checkpoints here are not real ones."""
     production = replace(PHASES[3], criteria=tuple(c for c in PHASES[3].criteria if "loads" not in c.name))
-    monkeypatch.setattr(phase_runner, "PHASES", (*PHASES[:3], production))
+    monkeypatch.setattr(phases, "PHASES", (*PHASES[:3], production))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tamis.run.files.live import LIVE_VARIABLE, REWRITE
+from tamis.run.files.console import LIVE_VARIABLE, REWRITE
 from tamis.train.console import Console, Pace, ZScore, duration
 
 

@@ -11,9 +11,9 @@ from tamis.config import Config, ConfigError, load_config
 from tamis.run.checks.findings import utc
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
-from tamis.run.files.gpu_usage import UsageSample, read_usage, usage_csv
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
+from tamis.run.supervise.sampler import UsageSample, read_usage, usage_csv
 
 LOGS = ("launch.log", "smoke.log", "train.log")
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tamis.run.files.records import utc as utc
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 
 Status = Literal["pass", "fail", "not measured"]
@@ -130,10 +131,6 @@ def write_findings(stem: Path, title: str, findings: Sequence[Finding], **facts:
     }
     write_json_atomic(stem.with_suffix(".json"), document)
     write_text_atomic(stem.with_suffix(".txt"), findings_text(f"{title}, judged {document['judged_at']}", findings))
-
-
-def utc(timestamp: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp))
 
 
 def _evidence_and_remedy(finding: Finding) -> str:

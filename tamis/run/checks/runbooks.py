@@ -23,8 +23,7 @@ from tamis.run.checks.findings import (
 )
 from tamis.run.files.directory import RunDirectory
 from tamis.run.find import existing_run
-from tamis.run.phase_runner import read_go_no_go
-from tamis.run.phases import PHASES
+from tamis.run.phases import PHASES, read_go_no_go
 
 
 @dataclass(frozen=True)

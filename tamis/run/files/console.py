@@ -1,4 +1,8 @@
-"""The `[tamis]` lines of every command and process. Output that cannot be written never ends the work."""
+"""The `[tamis]` lines of every command and process, and the status line that a training run rewrites in place.
+
+Output that cannot be written never ends the work. A supervisor sets LIVE_VARIABLE for workers whose output ends on a
+terminal, and `LogFilter` keeps rewritten lines out of the log.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ import os
 import sys
 from typing import TextIO
 
+PREFIX = "[tamis] "
+LIVE_VARIABLE = "TAMIS_LIVE"  # "1" for workers whose output ends on a terminal
+REWRITE = "\r\x1b[K"  # back to the start of the line, and clear it
+
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print one `[tamis]` line to stdout or `stream`."""
-    write(f"[tamis] {text}\n", stream)
+    write(f"{PREFIX}{text}\n", stream)
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -37,3 +45,17 @@ def discard_unwritable_output() -> None:
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.dup2(descriptor, stream.fileno())
             os.close(descriptor)
+
+
+class LogFilter:
+    """Turns what a terminal receives into what a log keeps: of a rewritten line, only its last state."""
+
+    def __init__(self) -> None:
+        self._held = b""  # an unfinished line that may be rewritten
+
+    def feed(self, data: bytes) -> bytes:
+        *ended, last = (self._held + data).split(b"\n")
+        is_live = b"\r" in last  # every other line reaches the log at once, even when a crash cuts it short
+        self._held = last if is_live else b""
+        lines = [line.rsplit(REWRITE.encode(), 1)[-1] for line in ended]
+        return b"".join(line + b"\n" for line in lines) + (b"" if is_live else last)

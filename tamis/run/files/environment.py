@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 
 from tamis.config.legacy import PASSED_ON, VARIABLES
 from tamis.run.files.hardware import Gpu, describe_cpu, gpu_records
+from tamis.run.files.records import utc
 
 # Names, not prefixes: a prefix would let NSA_ACCESS_KEY or NCCL_PASSWORD through.
 NCCL_VARIABLES = ("ALGO", "DEBUG", "IB_DISABLE", "P2P_DISABLE", "PROTO", "SHM_DISABLE", "SOCKET_IFNAME")
@@ -32,7 +32,7 @@ ORDINARY_VALUE = re.compile(r"[\w.,:=+/ \-\[\]{}]{0,300}")  # numbers, switches,
 def describe_environment(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Everything env.json holds."""
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": utc(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": package_versions(),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.lock import RunLock
+from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.files.records import write_text_atomic
 
 
 class HaltFile:
-    """One run's .HALT. Whoever starts the run discards a stale one; whoever stops for it consumes it."""
+    """One run's .HALT. A start discards a stale one; the process that stops for it consumes it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)  # RunDirectory.halt
@@ -18,7 +21,7 @@ class HaltFile:
         write_text_atomic(self.path, reason + "\n")
 
     def requested(self, since_ts: float | None = None) -> bool:
-        """Is a halt asked for; with `since_ts`, only one written at that Unix time or later counts."""
+        """True if a halt is requested; with `since_ts`, only one written at that Unix time or later counts."""
         try:
             written = self.path.stat().st_mtime
         except FileNotFoundError:
@@ -47,3 +50,33 @@ class HaltFile:
             return None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         return f"ignored and removed a stale {self.path.name} from {when} ({self.consume()})"
+
+
+def halt_run(run: RunDirectory, reason: str, wait_s: float) -> int:
+    """Write .HALT and wait for the run to stop (`tamis halt`).
+
+    Returns 0 when the run has stopped or `wait_s` is 0, and 1 when nothing runs or the run goes on.
+    """
+    if not _is_running(run):
+        print(f"nothing runs in {run.path}: there is nothing to halt")
+        return 1
+    HaltFile(run.halt).request(reason)
+    print(f"asked {run.path} to halt at the next step boundary: {reason}", flush=True)
+    if wait_s == 0:
+        return 0
+    deadline = time.monotonic() + wait_s
+    while _is_running(run) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if _is_running(run):
+        print(f"still running after {wait_s:g} s: {run.halt} stays, tamis monitor {run.path} shows what it does")
+        return 1
+    step = latest_valid_checkpoint(run)
+    print(
+        "stopped; there is no checkpoint yet" if step is None else f"stopped; newest checkpoint {run.checkpoint(step)}"
+    )
+    return 0
+
+
+def _is_running(run: RunDirectory) -> bool:
+    """True if a launch, a supervisor or a trainer holds the directory."""
+    return any(RunLock(lock).is_held() for lock in (run.launch_lock, run.lock, run.trainer_lock))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import parameter_count
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import Gpu
-from tamis.run.files.records import write_text_atomic
+from tamis.run.files.records import utc, write_text_atomic
 
 ETA_UNKNOWN = "unknown until measured"
 WATCHED_FOLDERS = ("configs", "scripts")  # an operator who edits these mid-way must find it in run.info
@@ -39,12 +38,12 @@ def describe_run(
     repository = repository or Path.cwd()
     tokens_per_step = config.tokens_per_step(processes)
     return {
-        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "written": utc(),
         "run_dir": str(run_dir),
         "out_dir": config.train.out_dir,
         "config": str(config_path),
         "config_hash": config.hash,
-        "config_changes": config_changes(config, config_path) + altered_files(repository),
+        "config_changes": changes_from_file(config, config_path) + altered_files(repository),
         "model": config.model.name,
         "attention": config.model.attention,
         "parameters": parameter_count(config),
@@ -86,7 +85,7 @@ def write_eta(path: Path, eta: str) -> None:
         write_info(path, info | {"eta": eta})
 
 
-def config_changes(config: Config, config_path: str | Path) -> list[str]:
+def changes_from_file(config: Config, config_path: str | Path) -> list[str]:
     """Every key whose value is not the file's: set by flag, variable or override."""
     try:
         original = load_config(config_path).model_dump()

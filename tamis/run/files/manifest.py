@@ -11,13 +11,12 @@ import hashlib
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.records import write_json_atomic
+from tamis.run.files.records import utc, write_json_atomic
 
 
 class DamagedCheckpoint(ValueError):
@@ -35,7 +34,7 @@ def write_manifest(
         "bytes": size_of(path) if size is None else size,
         "sha256": sha256 or sha256_of(path),
         "config_hash": config_hash,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": utc(),
     }
     write_json_atomic(run.manifest(step), manifest)
 

@@ -23,7 +23,6 @@ from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, utc, verdict, write_findings
 from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.gpu_usage import usage_csv
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
@@ -31,6 +30,7 @@ from tamis.run.files.records import write_text_atomic
 from tamis.run.find import existing_run
 from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
+from tamis.run.supervise.sampler import usage_csv
 
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"

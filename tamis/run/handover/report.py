@@ -23,7 +23,7 @@ from tamis.run.files.manifest import read_manifest
 from tamis.run.files.records import write_text_atomic
 from tamis.run.handover import curves
 from tamis.run.handover.curves import Series, thinned
-from tamis.run.phase_runner import read_go_no_go
+from tamis.run.phases import read_go_no_go
 
 MOST_POINTS = 1500
 SHOWN_EVENTS = 100

@@ -11,10 +11,11 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import MIB, free_disk_mib
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.limits import Limits, limits_for
 from tamis.run.monitor.ranks import RankView, State, activity
-from tamis.run.supervise.health_rules import judge_health
+from tamis.run.supervise.health_rules import health_alarms
 from tamis.run.supervise.history import RunHistory
-from tamis.run.supervise.stall_rules import Limits, judge, limits_for, patience
+from tamis.run.supervise.stall_rules import patience, stall_alarms
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
 
 def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:
     """Judge loss, gradient, gates, memory and speed. The history's clock never ticked, so no rank counts as silent."""
-    alarms = [*judge_health(history, limits), *judge(history, {}, limits)]
+    alarms = [*health_alarms(history, limits), *stall_alarms(history, {}, limits)]
     return [Alert("note" if alarm.severity == "note" else "problem", alarm.reason) for alarm in alarms]
 
 

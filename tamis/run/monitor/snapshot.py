@@ -17,7 +17,7 @@ from tamis.config import Config
 from tamis.config.size import parameter_count
 from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config, read_training, read_validation
 from tamis.run.checks.findings import utc
-from tamis.run.eta import Progress, measure_progress
+from tamis.run.eta import TokenProgress, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
@@ -74,7 +74,7 @@ class Snapshot:
     step: int = 0
     steps: int | None = None
     phase: str | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: TokenProgress = field(default_factory=TokenProgress)
     loss: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
@@ -182,9 +182,9 @@ def _read_beats(directory: RunDirectory) -> dict[int, list[Heartbeat]]:
     }
 
 
-def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> Progress:
+def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> TokenProgress:
     if config is None or processes is None or not ends:
-        return Progress()
+        return TokenProgress()
     return measure_progress(ends, config.tokens_per_step(processes), config.train.steps, is_running=state == "running")
 
 

@@ -1,4 +1,4 @@
-"""Is what the run learns plausible: losses, gradients, gates and memory, judged from its heartbeats alone.
+"""Health rules as pure functions: whether losses, gradients, gates and memory in the heartbeats are plausible.
 
 Gates are three sigmoids per head; their shares of the sum have an entropy between 0 (one branch takes all: collapsed)
 and ln 3 (three equal branches). ln 3 is where gates start, so it proves nothing; gates whose shares and entropy have
@@ -14,23 +14,24 @@ from statistics import median
 
 from tamis.run.files.events import Alarm
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.limits import (
+    AGREEING_BEATS,
+    COLLAPSED_ENTROPY,
+    COLLAPSED_FRACTION,
+    CREEP_GIB,
+    CREEP_SHARE,
+    DIVERGED_NATS,
+    EXPLODED_TIMES,
+    GATES_LEARN_WITHIN_STEPS,
+    GATES_MOVED,
+    LOW_ENTROPY,
+    ZERO_GRADIENT,
+    Limits,
+)
 from tamis.run.supervise.history import RunHistory
-from tamis.run.supervise.stall_rules import Limits
-
-IN_A_ROW = 5  # logged beats that must agree before a number is believed
-ZERO_GRADIENT = 1e-9
-EXPLODED_TIMES = 100.0  # times the run's own median gradient norm
-COLLAPSED_ENTROPY = 0.25  # nats
-LOW_ENTROPY = 0.5  # nats; the phase criterion
-COLLAPSED_FRACTION = 0.5
-GATES_LEARN_WITHIN_STEPS = 1000
-GATES_MOVED = 1e-3  # of a share, or nats
-DIVERGED_NATS = 1.0  # above the best level reached, and by a third of it
-CREEP_GIB = 0.5
-CREEP_SHARE = 0.05
 
 
-def judge_health(history: RunHistory, limits: Limits) -> list[Alarm]:
+def health_alarms(history: RunHistory, limits: Limits) -> list[Alarm]:
     rules: list[Callable[[RunHistory, Limits], Alarm | None]] = [
         _not_finite,
         _too_good,
@@ -44,14 +45,14 @@ def judge_health(history: RunHistory, limits: Limits) -> list[Alarm]:
     return [alarm for rule in rules if (alarm := rule(history, limits))]
 
 
-def _last(history: RunHistory, field: str, count: int = IN_A_ROW) -> list[float] | None:
+def _last(history: RunHistory, field: str, count: int = AGREEING_BEATS) -> list[float] | None:
     """The last `count` logged values of a field, or None while there are fewer."""
     values = [value for beat in history.logged if (value := getattr(beat, field)) is not None]
     return values[-count:] if len(values) >= count else None
 
 
 def _not_finite(history: RunHistory, limits: Limits) -> Alarm | None:
-    """The trainer stops itself first; this is for a trainer whose own guard failed."""
+    """A non-finite loss; the trainer's own guard stops first, so this is for one whose guard failed."""
     for beat in (rank.recent[-1] for rank in history.ranks.values() if rank.recent):
         if beat.loss is not None and not math.isfinite(beat.loss):
             reason = f"rank {beat.rank} reports the loss {beat.loss} at step {beat.step}"
@@ -124,7 +125,7 @@ def _gate_numbers(beat: Heartbeat) -> list[float]:
 
 
 def _memory_creeping(history: RunHistory, limits: Limits) -> Alarm | None:
-    """Five stretches of the run, each needing more than the one before: a leak, named while there is time."""
+    """Five stretches of the run, each using more GPU memory than the one before: a leak."""
     for rank in history.ranks.values():
         used = [m for beat in rank.recent if (m := beat.gpu_mem_alloc_gib) is not None]
         if len(used) < 200:

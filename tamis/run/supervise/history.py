@@ -1,7 +1,7 @@
-"""What the watchdog remembers of a run: per rank the last sign of progress and the step times, and the logged numbers.
+"""The history of a run that the rules read: each rank's last progress and step times, and rank 0's logged numbers.
 
-Time here is the watcher's own monotonic clock, and only the part of it in which the watcher was awake: neither a wall
-clock that jumps nor a machine that was suspended can make a healthy run look silent.
+Time here is the watchdog's own monotonic clock, counted only while the watchdog runs: neither a wall clock that jumps
+nor a suspended machine makes a healthy run look silent.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from statistics import median
 
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.limits import LONGEST_TICK_S, STRETCH_S, STRETCH_STEPS
 
 KEPT_STEPS = 500  # step times and logged beats remembered
-STRETCH_S = 30.0  # throughput is judged by stretches of at least this long and STRETCH_STEPS steps
-STRETCH_STEPS = 5
 FORMER_S = 60.0  # the ranks of one run begin within this time of each other
 LOSS_WINDOW = 100  # logged losses whose median is the level of the loss
-LONGEST_TICK_S = 30.0  # a longer gap between two looks means that the watcher itself did not run
 
 
 class RankHistory:
+    """One rank: its last beat, the time of its last progress, its step times."""
+
     def __init__(self, rank: int, awake_s: float) -> None:
         self.rank = rank
         self.last: Heartbeat | None = None
@@ -40,7 +40,7 @@ class RankHistory:
             self.began = beat
             self.steps_by_this_process = 0
             self._step_started = self._step_ended = None
-        if self.last is None or _mark(beat) != _mark(self.last):  # the same beat again is no progress
+        if self.last is None or _mark(beat) != _mark(self.last):  # a repeated beat is no progress
             self.progress_at = awake_s
         self.last = beat
         if beat.phase == "step_end":
@@ -85,7 +85,7 @@ class RunHistory:
         self._looked_at: float | None = None
 
     def tick(self, now: float) -> None:
-        """Say what the monotonic clock reads; call before adding the beats found at that moment."""
+        """Advance to a reading of the monotonic clock; call before adding the beats found at that moment."""
         if self._looked_at is not None:
             self.awake_s += min(max(0.0, now - self._looked_at), LONGEST_TICK_S)
         self._looked_at = now
@@ -98,7 +98,7 @@ class RunHistory:
                 self._log(beat)
 
     def restart(self, expected_ranks: int) -> None:
-        """New processes are about to start: each gets the patience of a beginning; ranks beyond them are forgotten."""
+        """Reset for new processes: each gets the limits of a start, and higher ranks are dropped."""
         known = self.ranks
         self.ranks = {rank: known.get(rank) or RankHistory(rank, self.awake_s) for rank in range(expected_ranks)}
         for history in self.ranks.values():
@@ -113,7 +113,7 @@ class RunHistory:
         return self.awake_s - self.ranks[rank].progress_at
 
     def _log(self, beat: Heartbeat) -> None:
-        if self.logged and beat.step <= self.logged[-1].step:  # resumed: those steps are done again
+        if self.logged and beat.step <= self.logged[-1].step:  # a resume repeats these steps
             self.logged = deque((old for old in self.logged if old.step < beat.step), maxlen=KEPT_STEPS)
         self.logged.append(beat)
         if self.gates_at_first is None and beat.gate_shares is not None:

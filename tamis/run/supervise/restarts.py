@@ -1,4 +1,4 @@
-"""Whether a run that ended is started again: pure rules on its exit code, its progress and the budget."""
+"""Whether a run that ended is started again: pure rules on its exit code, its progress and the restart budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tamis.run.files.events import Alarm
 from tamis.run.files.exit_codes import ExitCode
 
 NAMED = {code.value: code.name.lower().replace("_", " ") for code in ExitCode}
-TELLING = (ExitCode.ANOMALY, ExitCode.DATA_FAILURE, ExitCode.USAGE)  # a rank that says this is the cause of the end
+TELLING = (ExitCode.ANOMALY, ExitCode.DATA_FAILURE, ExitCode.USAGE)  # the rank with this code caused the end
 
 
 @dataclass(frozen=True)
@@ -18,25 +18,37 @@ class Ending:
 
     code: int
     furthest_step: int  # the last step any attempt has finished
-    alarm: Alarm | None = None  # the watchdog stopped it for this
-    term_sent: bool = False  # the supervisor was told to stop, and passed it on
-    lasting: str | None = None  # what a rank said it failed of, when another try would end the same way
+    alarm: Alarm | None = None  # the watchdog stopped the attempt for this
+    term_sent: bool = False  # the supervisor received TERM or INT, and passed it on
+    lasting: str | None = None  # the error of a rank that marked it as lasting
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     restart: bool
     reason: str
     code: int = 0  # to exit with, when there is no restart
     delay_s: float = 0.0
 
 
+RESTART = None  # in the table below: not final, the restart budget decides
+ENDED = ("by itself", "after TERM to the supervisor", "by a stall alarm", "by a halt alarm")  # columns of the table
+FINAL_CODE: dict[int | None, tuple[int | None, ...]] = {
+    ExitCode.DONE: (0, 0, 0, 5),
+    ExitCode.USAGE: (2, 2, 2, 2),
+    ExitCode.HALTED: (3, 3, RESTART, 5),
+    ExitCode.PREEMPTED: (4, 4, RESTART, 5),
+    ExitCode.ANOMALY: (5, 5, 5, 5),
+    None: (RESTART, 4, RESTART, 5),  # a crash, a signal, a data failure
+}
+
+
 @dataclass
 class RestartBudget:
-    """Remembers what the attempts of one launch achieved."""
+    """How many restarts a launch has left, and what its attempts achieved."""
 
     restarts: int = 10
-    without_progress: int = 3  # restarts in a row that may end where the one before did
+    without_progress: int = 3  # restarts in a row that may end at the step of the one before
     first_delay_s: float = 2.0  # doubled with each restart without progress
     longest_delay_s: float = 300.0
     step_at_launch: int = 0
@@ -44,18 +56,19 @@ class RestartBudget:
     fruitless: int = field(default=0, init=False)
     furthest: int = field(default=-1, init=False)
 
-    def judge(self, ending: Ending) -> Verdict:
-        final = _final_code(ending)
+    def decide(self, ending: Ending) -> RestartDecision:
+        final = final_code(ending)
         if final is not None:
-            return Verdict(False, f"the run ended: {NAMED.get(final, final)}", final)
+            return RestartDecision(False, f"the run ended: {NAMED.get(final, final)}", final)
         if ending.lasting is not None:
-            return Verdict(False, f"{ending.lasting}; trying again would not help", ExitCode.DATA_FAILURE)
+            return RestartDecision(False, f"{ending.lasting}; trying again would not help", ExitCode.DATA_FAILURE)
         if ending.code == ExitCode.DATA_FAILURE and ending.furthest_step <= self.step_at_launch:
-            return Verdict(False, "the data failed before the first step: trying again would not help", ending.code)
+            reason = "the data failed before the first step: trying again would not help"
+            return RestartDecision(False, reason, ending.code)
         return self._spend(ending)
 
-    def _spend(self, ending: Ending) -> Verdict:
-        """A crash, a stall or lost data: try again while it leads anywhere."""
+    def _spend(self, ending: Ending) -> RestartDecision:
+        """Restart after a crash, a stall or a data failure, while restarts lead to new steps."""
         cause = (
             f"the watchdog stopped it ({ending.alarm.kind})" if ending.alarm else f"it ended with {_words(ending.code)}"
         )
@@ -64,41 +77,35 @@ class RestartBudget:
         code = ExitCode.ANOMALY if ending.alarm else ending.code if ending.code > 0 else ExitCode.CRASH
         if self.fruitless >= self.without_progress:
             reason = f"{cause}; {self.fruitless} restarts brought no progress beyond step {self.furthest}"
-            return Verdict(False, reason, code)
+            return RestartDecision(False, reason, code)
         if self.used >= self.restarts:
-            return Verdict(False, f"{cause}; all {self.restarts} restarts are used up", code)
+            return RestartDecision(False, f"{cause}; all {self.restarts} restarts are used up", code)
         self.used += 1
         delay = min(self.first_delay_s * 2**self.fruitless, self.longest_delay_s)
-        return Verdict(
+        return RestartDecision(
             True, f"{cause} at step {ending.furthest_step}; restart {self.used} of {self.restarts}", 0, delay
         )
 
 
-def _final_code(ending: Ending) -> int | None:
-    """The code to stop with, for endings after which nobody wants a restart."""
-    if ending.code in (ExitCode.ANOMALY, ExitCode.USAGE):
-        return ending.code  # also when the other ranks had to be stopped, because they waited for the one that failed
-    if ending.code == ExitCode.DONE and not (ending.alarm and ending.alarm.severity == "halt"):
-        return ending.code  # a stall on the way out changes nothing
+def final_code(ending: Ending) -> int | None:
+    """The exit code of an ending that is final; None when a restart may follow."""
+    how = "after TERM to the supervisor" if ending.term_sent else "by itself"
     if ending.alarm is not None:
-        return ExitCode.ANOMALY if ending.alarm.severity == "halt" else None
-    if ending.term_sent and ending.code != ExitCode.DONE:
-        return ending.code if ending.code in (ExitCode.HALTED, ExitCode.ANOMALY) else ExitCode.PREEMPTED
-    stops = (ExitCode.DONE, ExitCode.USAGE, ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.ANOMALY)
-    return ending.code if ending.code in stops else None
+        how = f"by a {ending.alarm.severity} alarm"
+    return FINAL_CODE.get(ending.code, FINAL_CODE[None])[ENDED.index(how)]
 
 
-def true_exit_code(process_code: int, said_by_rank: Mapping[int, int | None]) -> int:
-    """torchrun answers 1 whatever its workers exit with; what they said in their last heartbeats is the truth."""
-    if process_code == -15:  # TERM before the worker could handle it
+def true_exit_code(process_code: int, by_rank: Mapping[int, int | None]) -> int:
+    """The exit code behind torchrun's, which is 1 for any failure: the one in the ranks' final heartbeats."""
+    if process_code == -15:  # TERM before the worker had a handler
         return ExitCode.PREEMPTED
-    said = [code for code in said_by_rank.values() if code is not None]
-    if process_code != ExitCode.CRASH or not said:
+    reported = [code for code in by_rank.values() if code is not None]
+    if process_code != ExitCode.CRASH or not reported:
         return process_code
     for code in TELLING:
-        if code in said:
+        if code in reported:
             return code
-    return said[0] if len(set(said)) == 1 and len(said) == len(said_by_rank) else process_code
+    return reported[0] if len(set(reported)) == 1 and len(reported) == len(by_rank) else process_code
 
 
 def _words(code: int) -> str:

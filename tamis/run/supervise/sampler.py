@@ -1,4 +1,4 @@
-"""Beside a run, for as long as it lasts: samples the GPUs into gpu_usage.csv and keeps the ETA in run.info measured."""
+"""A thread next to a run: samples the GPUs into gpu_usage.csv and keeps the measured ETA in run.info."""
 
 from __future__ import annotations
 
@@ -6,48 +6,59 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.config import Config
 from tamis.run.background import repeated
-from tamis.run.checks.findings import utc
 from tamis.run.eta import duration_text, measure_progress
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.gpu_usage import append_usage
 from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info, write_eta
+from tamis.run.files.records import utc
 
 TICKS_PER_ETA = 60  # a new ETA each minute
 RECENT_BEATS = 3000
+HEADER = "ts,gpu,used_mib,total_mib,utilisation_percent"
+MAX_BYTES = 32 << 20  # a day and a half of 8 GPUs at one sample a second; then the older half is dropped
+
+
+@dataclass(frozen=True)
+class UsageSample:
+    ts: float
+    gpu: int
+    used_mib: int
+    total_mib: int
+    utilisation_percent: int | None
 
 
 @contextmanager
-def attended(
+def sampled(
     config: Config,
     processes: int,
     *,
     every_s: float = 1.0,
     read: Callable[[], Sequence[Gpu]] = read_gpus,
 ) -> Iterator[None]:
-    """Attend the run of this config in a background thread while the block runs."""
+    """Sample the GPUs and the ETA of this config's run in a thread while the block runs."""
     directory, ticks = RunDirectory(config.train.out_dir), itertools.count(1)
 
-    def attend() -> None:
-        with suppress(GpuLost):  # the workers will tell, in their own way
+    def sample() -> None:
+        with suppress(GpuLost):  # the workers report a lost GPU
             append_usage(directory, read())
         if next(ticks) % TICKS_PER_ETA == 0:
             refresh_eta(directory, config, processes)
 
     try:
-        with repeated(every_s, attend):
+        with repeated(every_s, sample):
             yield
     finally:
         refresh_eta(directory, config, processes)
 
 
 def refresh_eta(directory: RunDirectory, config: Config, processes: int) -> None:
-    """Write the measured ETA to run.info, here and in the launch's own folder; before three steps nothing is said."""
+    """Write the measured ETA to run.info, here and in the launch's own folder; nothing before three steps."""
     beats = read_heartbeats(directory.heartbeat(0), tail=RECENT_BEATS)
     if not beats:
         return
@@ -69,6 +80,50 @@ def eta_text(beats: list[Heartbeat], tokens_per_step: int, steps: int) -> str | 
     progress = measure_progress(ends, tokens_per_step, steps)
     if progress.eta_s is None or progress.tokens_per_s is None:
         return None
-    moment = utc(time.time() + progress.eta_s)
     speed = f"{progress.tokens_per_s:,.0f} tok/s measured up to step {ends[-1].step}"
-    return f"{moment}, in {duration_text(progress.eta_s)} at {speed}"
+    return f"{utc(time.time() + progress.eta_s)}, in {duration_text(progress.eta_s)} at {speed}"
+
+
+def usage_csv(directory: RunDirectory) -> Path:
+    return directory.path / "gpu_usage.csv"
+
+
+def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
+    """Append one sample of each GPU; nothing without a GPU or with a full disk."""
+    path = usage_csv(directory)
+    if not gpus or not path.parent.is_dir():
+        return
+    rows = "".join(_row(time.time(), gpu) for gpu in gpus)
+    with suppress(OSError):  # a lost sample must not end the run
+        if path.exists() and path.stat().st_size > MAX_BYTES:
+            _drop_older_half(path)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(rows if file.tell() else f"{HEADER}\n{rows}")
+
+
+def read_usage(path: Path) -> list[UsageSample]:
+    """All complete samples; none when there is no file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[1:-1]
+    except FileNotFoundError:
+        return []
+    return [sample for sample in map(_parse, lines) if sample]
+
+
+def _row(now: float, gpu: Gpu) -> str:
+    utilisation = "" if gpu.utilisation_percent is None else gpu.utilisation_percent
+    return f"{now:.1f},{gpu.index},{gpu.used_mib},{gpu.total_mib},{utilisation}\n"
+
+
+def _drop_older_half(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([f"{HEADER}\n", *lines[len(lines) // 2 :]]), encoding="utf-8")
+
+
+def _parse(line: str) -> UsageSample | None:
+    try:
+        ts, gpu, used, total, utilisation = line.split(",")
+        percent = int(utilisation) if utilisation else None
+        return UsageSample(float(ts), int(gpu), int(used), int(total), percent)
+    except ValueError:
+        return None

@@ -1,72 +1,30 @@
-"""The watchdog as a pure function: what was heard from the ranks, what their processes do, the clock → alarms.
+"""Stall rules as pure functions: the ranks' history, the state of their processes and the limits → alarms.
 
-`judge` decides, and gives the reason and the evidence. Acting on it is the business of `ladder.py`.
+Each alarm carries its reason and evidence. `escalation.py` acts on it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tamis.config import Config
 from tamis.run.files.events import Alarm
 from tamis.run.files.lock import ProcessState
+from tamis.run.limits import DEAD_AFTER_S, SLOW_STRETCHES, Limits
 from tamis.run.supervise.history import RankHistory, RunHistory
 
 PHASE_ORDER = {"boot": 0, "loader_ready": 1, "compile": 2, "step_start": 3, "progress": 4, "step_end": 5}
-SLOW_STRETCHES = 4  # in a row
-DEAD_AFTER_S = 3.0  # a process just gone may still have its last beats unread
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the watchdog tolerates. Times in seconds; a stall limit is learned and these are its bounds."""
-
-    floor_s: float = 120.0  # never suspect a shorter silence between steps
-    times_typical: float = 20.0  # silence over this many typical steps is a stall …
-    times_longest: float = 3.0  # … if it is also this many times the longest step seen
-    first_step_s: float = 1800.0  # a process's first step compiles and tunes kernels
-    fetch_s: float = 180.0  # the loader gives up by itself before that
-    phase_s: Mapping[str, float] = field(
-        default_factory=lambda: {
-            "boot": 900.0,
-            "loader_ready": 900.0,  # the first fetch fills the shuffle and the prefetch
-            "compile": 3600.0,
-            "eval": 900.0,
-            "checkpoint": 1800.0,
-            "done": 300.0,
-            "halted": 300.0,
-            "failed": 300.0,
-        }
-    )
-    loss_floor: float | None = None  # nats; a lower training loss is too good to be true
-    throughput_collapse: float = 0.08  # share of the run's own median speed; steps varying tenfold stay above it
-    slow_share: float = 1 / 3  # below this share of it the run is called slow, and left alone
-
-
-RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that a batch of random tokens may show by chance
-PLAUSIBLE_LOSS = {"gpt2": 1.0, "byte": 0.3}  # nats per token; models a hundred times larger stay above on unseen text
-
-
-def limits_for(config: Config) -> Limits:
-    """The limits that follow from a run's configuration."""
-    if config.data.dataset == "synthetic":
-        loss_floor = math.log(config.vocab_size) - RANDOM_TOKENS_MARGIN
-    else:
-        loss_floor = PLAUSIBLE_LOSS[config.data.tokenizer]
-    return Limits(loss_floor=loss_floor, fetch_s=config.data.loader_timeout_s + 60)
-
-
-def judge(
+def stall_alarms(
     history: RunHistory, processes: Mapping[int, ProcessState], limits: Limits, *, disk_is_full: bool = False
 ) -> list[Alarm]:
-    """All that is wrong with the ranks' progress now: dead, stopped or silent ranks, and slow ones as notes."""
+    """Alarms about the ranks' progress: dead, stopped or silent ranks, and slow ones as notes."""
     dead = [alarm for rank in history.ranks.values() if (alarm := _dead(rank, history, processes))]
     if dead:
-        return dead  # the others will fall silent, because of it
+        return dead  # the other ranks fall silent because of it
     limit = {rank.rank: group_patience(rank, history, limits) for rank in history.ranks.values()}
     silent = [rank for rank in limit if history.silent_s(rank) > limit[rank]]
     if silent and disk_is_full:
@@ -91,7 +49,7 @@ def patience(rank: RankHistory, limits: Limits) -> float:
 
 
 def _many_steps(rank: RankHistory, limits: Limits) -> float:
-    """Far longer than the steps seen so far; after the very first, that one is all there is to go by."""
+    """Many times the steps seen so far; after the very first step, a multiple of that one."""
     if not rank.step_times:
         return limits.times_longest * rank.first_step_s
     return max(limits.times_typical * median(rank.step_times), limits.times_longest * max(rank.step_times))
@@ -108,7 +66,7 @@ def _dead(rank: RankHistory, history: RunHistory, processes: Mapping[int, Proces
 
 
 def group_patience(rank: RankHistory, history: RunHistory, limits: Limits) -> float:
-    """A rank that waits while another saves, evaluates or compiles needs the other's patience."""
+    """How long this rank may stay silent while another one saves, evaluates or compiles, which it waits for."""
     phases = [other.last.phase for other in history.ranks.values() if other.last and not other.last.is_final]
     return max(patience(rank, limits), *(limits.phase_s.get(phase, 0.0) for phase in phases), 0.0)
 
@@ -123,7 +81,7 @@ def _stall(silent: int, limit: dict[int, float], history: RunHistory, processes:
 
 
 def _cause(culprit: RankHistory | None, history: RunHistory, processes: Mapping[int, ProcessState]) -> tuple[str, str]:
-    """Which kind of stall this is, in a word and in a sentence."""
+    """The kind of stall, as a word and as a sentence."""
     stopped = [rank for rank in history.ranks if processes.get(rank) == "stopped"]
     if stopped:
         return "stopped_rank", f"rank {stopped[0]} is stopped (SIGSTOP or a debugger), the others wait for it"
@@ -135,7 +93,7 @@ def _cause(culprit: RankHistory | None, history: RunHistory, processes: Mapping[
     who, phase, step = f"rank {culprit.rank}", culprit.last.phase, culprit.last.step
     others = ", the others wait for it in a collective" if len(history.ranks) > 1 else ""
     if culprit.last.is_final:
-        return "stuck_at_exit", f"{who} said {phase} at step {step}, and its group has not ended"
+        return "stuck_at_exit", f"{who} reported {phase} at step {step}, and its group has not ended"
     if phase in ("loader_ready", "step_start"):
         return "starved_of_data", f"{who} waits for the batch of step {step}{others}: starved of data"
     if phase == "progress":
@@ -144,21 +102,21 @@ def _cause(culprit: RankHistory | None, history: RunHistory, processes: Mapping[
 
 
 def _furthest_behind(history: RunHistory) -> RankHistory | None:
-    """The rank the others wait for; None when several all stand in the computation of the same step."""
-    places = {rank.rank: _place(rank) for rank in history.ranks.values()}
-    behind = min(places.values())
-    all_together = len(places) > 1 and len(set(places.values())) == 1
+    """The rank that the others wait for; None when all of several ranks are inside the computation of the same step."""
+    positions = {rank.rank: _position(rank) for rank in history.ranks.values()}
+    behind = min(positions.values())
+    all_together = len(positions) > 1 and len(set(positions.values())) == 1
     if all_together and behind[1] == PHASE_ORDER["progress"]:
         return None
-    return next(history.ranks[rank] for rank, place in places.items() if place == behind)
+    return next(history.ranks[rank] for rank, position in positions.items() if position == behind)
 
 
-def _place(rank: RankHistory) -> tuple[int, int]:
+def _position(rank: RankHistory) -> tuple[int, int]:
     return (rank.last.step, PHASE_ORDER.get(rank.last.phase, 6)) if rank.last else (-1, -1)
 
 
 def _slow(history: RunHistory, limits: Limits) -> list[Alarm]:
-    """The run against its own median speed, over several stretches of half a minute: a short hiccup is no collapse."""
+    """Compare the run with its own median speed over stretches of half a minute: a short pause is no collapse."""
     stretches = max((rank.stretches for rank in history.ranks.values()), key=len, default=None)
     if stretches is None or len(stretches) < 3 * SLOW_STRETCHES:
         return []
@@ -168,12 +126,12 @@ def _slow(history: RunHistory, limits: Limits) -> list[Alarm]:
     if usual < limits.throughput_collapse * recent:
         return [Alarm("throughput_collapse", "halt", f"{words}: throughput has collapsed", None, evidence)]
     if usual < limits.slow_share * recent:
-        return [Alarm("slow", "note", f"{words}: slow, and left alone", None, evidence)]
+        return [Alarm("slow", "note", f"{words}: slow; it goes on", None, evidence)]
     return []
 
 
 def _slow_ranks(history: RunHistory, window: int = 20) -> list[Alarm]:
-    """A rank that fetches or computes far longer than the others slows them all; it is named, not killed."""
+    """Name a rank that fetches or computes far longer than the others: it slows them all. It is not killed."""
     alarms = []
     for what, words in (("dt_fetch_s", "waits for data"), ("dt_forward_s", "computes its forward pass")):
         typical = {r.rank: value for r in history.ranks.values() if (value := r.typical(what, window)) is not None}
@@ -187,7 +145,7 @@ def _slow_ranks(history: RunHistory, window: int = 20) -> list[Alarm]:
 
 
 def _starved(history: RunHistory, window: int) -> list[Alarm]:
-    """More than half of each step spent waiting for data is worth knowing, and no reason to stop."""
+    """Report a rank that spends more than half of each step waiting for data; no reason to stop."""
     for rank in history.ranks.values():
         fetch = rank.typical("dt_fetch_s", window)
         if fetch is not None and len(rank.step_times) >= window and fetch > 0.5 * median(rank.step_times) > 0:

@@ -1,13 +1,11 @@
-"""`tamis launch`: starts the workers of a run, watches them, restarts them from the newest valid checkpoint.
+"""The supervisor: starts the workers of a run, watches them, restarts them from the newest valid checkpoint.
 
-Torch is never imported here, so that nothing a GPU does can wedge the one who watches it.
+It never imports torch, so a GPU that hangs cannot block it.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,21 +22,21 @@ from tamis.run.files.halt import HaltFile
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
-from tamis.run.supervise.escalation import BY_WATCHDOG, Grace, Ladder
+from tamis.run.limits import Grace, Limits, limits_for
+from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
 from tamis.run.supervise.restarts import Ending, RestartBudget, true_exit_code
-from tamis.run.supervise.sampler import attended
-from tamis.run.supervise.stall_rules import Limits, limits_for
-from tamis.run.supervise.watcher import Watcher
-from tamis.run.supervise.workers import Screen, Workers, trainer_command
+from tamis.run.supervise.sampler import sampled
+from tamis.run.supervise.watchdog import Watchdog
+from tamis.run.supervise.worker_processes import Screen, WorkerProcesses, trainer_command
 
-ORPHANS_LEAVE_WITHIN_S = 40.0  # workers of a dead supervisor are told to stop by their sidecars, 25 s at most
+ORPHANS_EXIT_WITHIN_S = 40.0  # their sidecars ask the workers of a dead supervisor to stop, within 25 s
 
 CommandFor = Callable[[Path, int, Path | None], list[str]]
 
 
 @dataclass
 class LaunchOptions:
-    """What a launch may change; the defaults are for production."""
+    """Settings of one supervised run; the defaults are for production."""
 
     watch: bool = True  # act on the watchdog's alarms
     limits: Limits | None = None  # default: those that follow from the config
@@ -48,18 +46,12 @@ class LaunchOptions:
     command: CommandFor = trainer_command  # config.yaml, processes, checkpoint or None → command line
 
 
-def launch(
-    config: Config,
-    *,
-    processes: int = 1,
-    log: Path | None = None,
-    detach: bool = False,
-    options: LaunchOptions | None = None,
+def supervise(
+    config: Config, *, processes: int = 1, log: Path | None = None, options: LaunchOptions | None = None
 ) -> int:
     """Run the configuration to its end under supervision; returns the exit code (`docs/run-directory.md`).
 
-    `log` defaults to OUT/train.log. With `detach` this returns at once and the supervisor goes on without a terminal.
-    Raises RunLocked when another launch owns the directory.
+    `log` defaults to OUT/train.log. Raises RunLocked when another launch owns the directory.
     """
     run = RunDirectory(config.train.out_dir).create()
     log = log or run.train_log
@@ -67,39 +59,22 @@ def launch(
     lock = RunLock(run.lock)
     previous = lock.owner()
     lock.acquire("launch")
-    if detach and _detach(run, log):
-        return ExitCode.DONE
-    lock.sign("launch")
-    with lock, attended(config, processes):
+    with lock, sampled(config, processes):
         supervisor = Supervisor(config, run, processes, log, options or LaunchOptions())
         if previous is not None:
             supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
         return supervisor.run_to_its_end()
 
 
-def _detach(run: RunDirectory, log: Path) -> bool:
-    """True in the process that stays with the terminal, False in the one that goes on without it."""
-    if os.fork():
-        print(f"launched in the background. Watch: tail -f {log}   Halt: touch {run.halt}", flush=True)
-        return True
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    sys.stdout.flush()
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-    return False
-
-
 class Supervisor:
+    """One run from its first start to its last exit."""
+
     def __init__(self, config: Config, run: RunDirectory, processes: int, log: Path, options: LaunchOptions) -> None:
         self.config, self.run, self.processes, self.log, self.options = config, run, processes, log, options
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
-        self.watcher = Watcher(run, options.limits or limits_for(config))
-        self.asked_to_stop = 0  # how many TERM or INT have come
+        self.watchdog = Watchdog(run, options.limits or limits_for(config))
+        self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
         self.started = time.time()
@@ -114,29 +89,29 @@ class Supervisor:
             self.events.record("stale_halt", stale)
         self._wait_for_orphans()
         write_text_atomic(self.run.config_yaml, self.config.to_yaml())
-        self.watcher.catch_up()
-        self.options.budget.step_at_launch = self.watcher.furthest_step
+        self.watchdog.catch_up()
+        self.options.budget.step_at_launch = self.watchdog.furthest_step
 
     def _attempts(self) -> int:
         while True:
             checkpoint = self._checkpoint()
             if checkpoint is not None and self._is_complete(checkpoint):
                 return ExitCode.DONE
-            verdict = self.options.budget.judge(self._attempt(checkpoint))
-            if not verdict.restart:
-                self.events.record("end", verdict.reason, exit_code=int(verdict.code))
-                return int(verdict.code)
-            self.events.record("restart", f"{verdict.reason}, in {verdict.delay_s:.0f} s")
-            if (stopped := self._pause(verdict.delay_s)) is not None:
+            decision = self.options.budget.decide(self._attempt(checkpoint))
+            if not decision.restart:
+                self.events.record("end", decision.reason, exit_code=int(decision.code))
+                return int(decision.code)
+            self.events.record("restart", f"{decision.reason}, in {decision.delay_s:.0f} s")
+            if (stopped := self._pause(decision.delay_s)) is not None:
                 self.events.record("end", "asked to stop while waiting to restart", exit_code=int(stopped))
                 return stopped
 
     def _attempt(self, checkpoint: Path | None) -> Ending:
-        """Start the workers, watch them until they end, and say how they did."""
+        """Start the workers, watch them until they end, and return how they ended."""
         command = self.options.command(self.run.config_yaml, self.processes, checkpoint)
-        self.watcher.begin(self.processes)
+        self.watchdog.begin(self.processes)
         since = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
-        workers = Workers(command, self.log, self.screen)
+        workers = WorkerProcesses(command, self.log, self.screen)
         self.events.record(
             "start",
             f"{self.processes} worker(s) {since}",
@@ -148,20 +123,20 @@ class Supervisor:
         while not workers.has_ended():
             alarm = alarm or self._watch(workers)
             self._pass_on_stop(workers)
-            _sleep_until(workers.has_ended, self.options.look_every_s)
+            wait_until(workers.has_ended, self.options.look_every_s)
         self._end_stragglers()
         workers.close()
-        self.watcher.catch_up()
+        self.watchdog.catch_up()
         self._forget_own_halt()
-        code = true_exit_code(workers.process.returncode, self.watcher.exit_codes())
-        lasting, term_sent = self.watcher.lasting_failure(), self.kill_at is not None
-        return Ending(code, self.watcher.furthest_step, alarm, term_sent, lasting)
+        code = true_exit_code(workers.process.returncode, self.watchdog.exit_codes())
+        lasting, term_sent = self.watchdog.lasting_failure(), self.kill_at is not None
+        return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting)
 
-    def _watch(self, workers: Workers) -> Alarm | None:
-        """Record what is wrong, and stop the run when it must be; the alarm it was stopped for."""
+    def _watch(self, workers: WorkerProcesses) -> Alarm | None:
+        """Record the alarms, and stop the run for one that requires it; returns that alarm."""
         if not self.options.watch or self.asked_to_stop:
             return None
-        for alarm in self.watcher.look():
+        for alarm in self.watchdog.look():
             self.events.record_alarm(alarm)
             if alarm.severity != "note":
                 write_anomaly(self.run, alarm)
@@ -169,9 +144,9 @@ class Supervisor:
                 return alarm
         return None
 
-    def _stop_for(self, alarm: Alarm, workers: Workers) -> None:
-        ladder = Ladder(self.run, self.watcher.processes, self.events, grace=self.options.grace)
-        ladder.climb(
+    def _stop_for(self, alarm: Alarm, workers: WorkerProcesses) -> None:
+        escalation = Escalation(self.run, self.watchdog.processes, self.events, grace=self.options.grace)
+        escalation.stop(
             alarm.reason,
             has_ended=lambda: workers.has_ended() or self.asked_to_stop > 1,
             send=workers.send,
@@ -179,35 +154,35 @@ class Supervisor:
         )
 
     def _end_stragglers(self) -> None:
-        """Ranks that outlive a killed torchrun must be gone before the next start; most leave by themselves."""
-        self.watcher.catch_up()
-        ranks = list(self.watcher.processes.values())
+        """End ranks that outlive a killed torchrun before the next start; most exit by themselves."""
+        self.watchdog.catch_up()
+        ranks = list(self.watchdog.processes.values())
 
         def are_gone() -> bool:
             return not any(process.is_alive() for process in ranks)
 
-        _sleep_until(are_gone, 1.0)
+        wait_until(are_gone, 1.0)
         for number, patience_s in ((signal.SIGTERM, self.options.grace.term_s), (signal.SIGKILL, 5.0)):
             for process in ranks:
                 process.send(number)
-            _sleep_until(are_gone, patience_s)
+            wait_until(are_gone, patience_s)
 
     def _forget_own_halt(self) -> None:
-        """The watchdog's .HALT was for the attempt that has ended; one from a person still counts."""
+        """Remove a .HALT of the watchdog, which was for the attempt that has ended; one by a person still counts."""
         halt = HaltFile(self.run.halt)
         if halt.requested() and halt.reason().startswith(BY_WATCHDOG):
             halt.consume()
 
-    def _pass_on_stop(self, workers: Workers) -> None:
-        """The first request is TERM for the workers; a second, or too long a time after the first, is their end."""
+    def _pass_on_stop(self, workers: WorkerProcesses) -> None:
+        """Pass the first request on as TERM; kill the workers after a second one, or when they take too long."""
         if not self.asked_to_stop or self.killed:
             return
         if self.kill_at is None:
-            self.events.record("term", "asked to stop; the workers save a checkpoint and leave")
+            self.events.record("term", "asked to stop; the workers save a checkpoint and exit")
             self.kill_at = time.monotonic() + self.options.grace.term_s
             workers.send(signal.SIGTERM)
         elif self.asked_to_stop > 1 or time.monotonic() > self.kill_at:
-            why = "asked to stop a second time" if self.asked_to_stop > 1 else "the workers did not leave after TERM"
+            why = "asked to stop a second time" if self.asked_to_stop > 1 else "the workers did not exit after TERM"
             self.events.record("kill", f"{why}; killing them")
             self.killed = True
             workers.send(signal.SIGKILL)
@@ -217,18 +192,18 @@ class Supervisor:
         return None if step is None else self.run.checkpoint(step)
 
     def _is_complete(self, checkpoint: Path) -> bool:
-        """The last step is saved and evaluated; a run killed between the two still has the second to do."""
+        """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do."""
         last, validated = self.config.train.steps, CsvLog(self.run.val_csv, VAL_HEADER).steps()
         complete = checkpoint == self.run.checkpoint(last) and (last in validated or not self.config.train.csv)
         if complete:
-            further = "raise train.steps to go on, or name another train.out_dir to begin anew"
+            further = "raise train.steps to go on, or name another train.out_dir to start over"
             self.events.record("end", f"{checkpoint.name} is the last step: nothing left to do; {further}", exit_code=0)
         return complete
 
     def _pause(self, seconds: float) -> int | None:
-        """Wait before a restart; the exit code if somebody asks to stop meanwhile."""
+        """Wait before a restart; returns the exit code if a stop is requested in the meantime."""
         halt = HaltFile(self.run.halt)
-        _sleep_until(lambda: bool(self.asked_to_stop) or halt.requested(), seconds)
+        wait_until(lambda: bool(self.asked_to_stop) or halt.requested(), seconds)
         if self.asked_to_stop:
             return ExitCode.PREEMPTED
         if halt.requested():
@@ -237,11 +212,11 @@ class Supervisor:
         return None
 
     def _wait_for_orphans(self) -> None:
-        """Workers of a supervisor that was killed are on their way out; two trainers never share a directory."""
+        """Wait for the workers of a killed supervisor to exit: two trainers never share a directory."""
         lock = RunLock(self.run.trainer_lock)
         if lock.is_held():
             self.events.record("wait", f"a trainer (pid {(lock.owner() or {}).get('pid')}) still runs here; waiting")
-            _sleep_until(lambda: not lock.is_held() or bool(self.asked_to_stop), ORPHANS_LEAVE_WITHIN_S)
+            wait_until(lambda: not lock.is_held() or bool(self.asked_to_stop), ORPHANS_EXIT_WITHIN_S)
         if lock.is_held():
             raise RunLocked(lock.refusal())
 
@@ -251,7 +226,7 @@ class Supervisor:
             signal.SIGTERM: self._on_stop,
             signal.SIGINT: self._on_stop,
             signal.SIGHUP: self._on_hangup,
-            signal.SIGUSR1: signal.SIG_IGN,  # inherited by torchrun, which would die of it
+            signal.SIGUSR1: signal.SIG_IGN,  # inherited by torchrun, which it would end
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -264,15 +239,9 @@ class Supervisor:
         self.asked_to_stop += 1
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """The run goes on without its terminal; what it prints is in the log."""
+        """Continue without the terminal; the output is in the log."""
 
     def _say(self, message: str) -> None:
         self.screen.say(message)
         with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
             file.write(message + "\n")
-
-
-def _sleep_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(min(0.1, seconds))

@@ -1,6 +1,6 @@
-"""What a trainer must stop for, as one question it asks at each step boundary: `stop_requested`.
+"""Stop requests of a trainer as one property, read at each step boundary: `stop_requested`.
 
-TERM or INT: save, then exit within 25 s; a second one exits at once. HUP: the terminal is lost; training goes on and
+TERM or INT: save, then exit within 25 s; a second one exits at once. HUP: the terminal is lost; training continues and
 its output goes to OUT/train.log. USR1: stack dump. `.HALT`: save and stop, all ranks together.
 """
 
@@ -17,11 +17,10 @@ from typing import Literal
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
-from tamis.run.worker import stackdump
-from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE, echo_window_s
+from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE, echo_window_s, start_sidecar
 
 StopReason = Literal["halt", "term", "int"]
-LEAVE_AFTER_S = 22.0  # from TERM to leaving without a new checkpoint; the sidecar kills two seconds later
+LEAVE_AFTER_S = 22.0  # from TERM to the exit without a new checkpoint; the sidecar kills two seconds later
 EXIT_CODE_OF = {
     "halt": ExitCode.HALTED,
     "term": ExitCode.PREEMPTED,
@@ -30,14 +29,14 @@ EXIT_CODE_OF = {
 
 
 def is_supervised() -> bool:
-    """Then the supervisor owns the directory, and has dealt with a stale .HALT; one there now is meant for us."""
+    """True if a supervisor owns the directory. It has removed a stale .HALT, so one there now is a request."""
     return SUPERVISOR_VARIABLE in os.environ
 
 
 class StopSignals:
-    """Installs the handlers of one rank, and its sidecar. Make it first thing in the main thread.
+    """The signal handlers of one rank, and its sidecar. Create it early, in the main thread.
 
-    A `.HALT` is only looked at by rank 0, which tells the others: they must all stop at the same step.
+    Only rank 0 reads `.HALT` and passes it to the others: all ranks must stop at the same step.
     """
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
@@ -46,21 +45,21 @@ class StopSignals:
         self._halt = HaltFile(run.halt) if rank == 0 else None
         self._signalled: StopReason | None = None
         self._signalled_at = 0.0
-        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # one that is gone says no
+        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]  # False for a terminal that is gone
         handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop, signal.SIGHUP: self._on_hangup}
         has_parent = is_supervised() or "TORCHELASTIC_RUN_ID" in os.environ
-        self._parent = os.getppid() if has_parent else None  # who started us from a shell may leave
+        self._parent = os.getppid() if has_parent else None  # a shell that started this process may exit
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        self._stackdumps = stackdump.install(run, rank)
+        self._sidecar = start_sidecar(run, rank)
 
     def close(self) -> None:
-        """The training is over: signals mean what they meant before.
+        """Restore the earlier handlers when training is over.
 
-        Not after TERM: then the process must be gone within 25 s, whatever still hangs on the way out.
+        Not after TERM: the process must then be gone within 25 s, whatever hangs on the way out.
         """
         if self._signalled is not None:
             return
-        self._stackdumps.close()
+        self._sidecar.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -76,27 +75,27 @@ class StopSignals:
         if self._signalled is not None:
             if time.monotonic() - self._signalled_at < echo_window_s():
                 return
-            os.write(2, b"second signal: leaving at once, the last checkpoint stands\n")
+            os.write(2, b"second signal: exiting at once, the last checkpoint is valid\n")
             os._exit(ExitCode.PREEMPTED)
         self._signalled = "term" if number == signal.SIGTERM else "int"
         self._signalled_at = time.monotonic()
         name = signal.Signals(number).name
-        os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and leaving\n".encode())
+        os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and exiting\n".encode())
         deadline = threading.Timer(LEAVE_AFTER_S, self._leave_without_saving)
         deadline.daemon = True
         deadline.start()
 
     def _leave_without_saving(self) -> None:
-        """In a thread: the step may wait for data, for another rank or for a compiler, and never reach its end."""
-        os.write(2, f"rank {self._rank}: no step boundary in time, leaving; the last checkpoint stands\n".encode())
+        """Exit from a thread: the step may wait for data, another rank or a compiler, and never reach its end."""
+        os.write(2, f"rank {self._rank}: no step boundary in time, exiting; the last checkpoint is valid\n".encode())
         os._exit(ExitCode.PREEMPTED)
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """Writing to a terminal that is gone fails, and would end the run the operator left alone."""
+        """Send output to the log: a write to a terminal that is gone fails, and would end the run."""
         if self._on_terminal:
             log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for stream in self._on_terminal:
                 os.dup2(log, stream)
             os.close(log)
-        sys.stderr.write("the terminal is gone (SIGHUP): training goes on\n")
+        sys.stderr.write("the terminal is gone (SIGHUP): training continues\n")
         sys.stderr.flush()

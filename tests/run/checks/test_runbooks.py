@@ -12,10 +12,10 @@ from tamis.run.checks.findings import Criterion, Finding, has_failed, is_go, ver
 from tamis.run.checks.runbooks import RUNBOOKS, judge_run, judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog
-from tamis.run.files.gpu_usage import UsageSample
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import write_manifest
 from tamis.run.find import NoSuchRun
+from tamis.run.supervise.sampler import UsageSample
 from tests.run.fabricate import Story, fabricate
 
 

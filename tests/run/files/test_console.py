@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from tamis.run.files.console import say
+from tamis.run.files.console import REWRITE, LogFilter, say
 
+SCREEN = f"loading\n{REWRITE}step 1{REWRITE}step 2{REWRITE}step 3\n{REWRITE}step 4\nsaved\npartial".encode()
+LOG = b"loading\nstep 3\nstep 4\nsaved\npartial"
 CHILD = """
 import sys
 from tamis.run.files.console import discard_unwritable_output, say
@@ -34,3 +36,14 @@ def test_a_full_disk_changes_neither_the_work_nor_the_exit_code() -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", CHILD], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
+def test_rewritten_lines_are_left_out_wherever_the_output_is_cut(size: int) -> None:
+    log = LogFilter()
+    chunks = [SCREEN[i : i + size] for i in range(0, len(SCREEN), size)]
+    assert b"".join(log.feed(chunk) for chunk in chunks) == LOG
+
+
+def test_an_ordinary_line_reaches_the_log_before_it_ends() -> None:
+    assert LogFilter().feed(b"opening the data") == b"opening the data"

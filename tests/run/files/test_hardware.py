@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tamis.config import load_config
-from tamis.run import job
+from tamis.run import launch
 from tamis.run.files.hardware import MIB, Gpu, GpuLost, free_disk_mib, read_gpus
 from tamis.run.files.info import read_info
 from tamis.run.plan import choose_config, launch_plan, nccl_environment
@@ -214,17 +214,17 @@ def test_free_disk_is_asked_of_the_nearest_folder_that_exists(tmp_path):
 def test_the_main_job_launches_what_the_hardware_decides(monkeypatch, tmp_path, sizes, config, smokes):
     launched = []
 
-    def launch(config, *, processes, log, **options):
+    def supervise(config, *, processes, log, **options):
         launched.append((config, processes, log.name))
         return 0
 
     monkeypatch.chdir(Path(__file__).parents[3])
-    monkeypatch.setattr(job.os, "environ", {})
-    monkeypatch.setattr(job, "read_gpus", lambda: machine(*sizes))
-    monkeypatch.setattr(job, "launch", launch)
-    monkeypatch.setattr(job, "RUNS", tmp_path / "train_runs")
-    monkeypatch.setattr(job, "_hand_over", lambda *arguments: 0)
-    assert job.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 0
+    monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launch, "read_gpus", lambda: machine(*sizes))
+    monkeypatch.setattr(launch, "supervise", supervise)
+    monkeypatch.setattr(launch, "LAUNCH_LOGS", tmp_path / "train_runs")
+    monkeypatch.setattr(launch, "finish_run", lambda *arguments: 0)
+    assert launch.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 0
     expected = load_config(f"configs/{config}.yaml", [f"train.out_dir={tmp_path / 'out'}"])
     assert launched[-1] == (expected, max(1, len(sizes)), "train.log")
     assert [log for _, _, log in launched[:-1]] == (["smoke.log"] if smokes else [])
@@ -235,11 +235,11 @@ def test_the_main_job_launches_what_the_hardware_decides(monkeypatch, tmp_path, 
 
 def test_a_failed_smoke_test_stops_the_main_job(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(Path(__file__).parents[3])
-    monkeypatch.setattr(job.os, "environ", {})
-    monkeypatch.setattr(job, "read_gpus", lambda: machine("80"))
+    monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launch, "read_gpus", lambda: machine("80"))
     monkeypatch.setattr(
-        job, "launch", lambda config, *, log, **options: 5 if log.name == "smoke.log" else pytest.fail()
+        launch, "supervise", lambda config, *, log, **options: 5 if log.name == "smoke.log" else pytest.fail()
     )
-    monkeypatch.setattr(job, "RUNS", tmp_path / "train_runs")
-    assert job.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 5
+    monkeypatch.setattr(launch, "LAUNCH_LOGS", tmp_path / "train_runs")
+    assert launch.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 5
     assert "smoke.log" in capsys.readouterr().out

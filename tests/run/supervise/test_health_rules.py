@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tamis.run.supervise.stall_rules import Limits
+from tamis.run.limits import Limits
 from tests.run.simulated_run import SimulatedRun
 
 EQUAL = [[1 / 3, 1 / 3, 1 / 3]] * 2

@@ -11,70 +11,70 @@ LEAK = Alarm("loss_too_good", "halt", "a leak")
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5])
 def test_endings_that_are_meant_are_passed_on_unchanged(code: int) -> None:
-    verdict = RestartBudget().judge(Ending(code, furthest_step=10))
-    assert (verdict.restart, verdict.code) == (False, code)
+    decision = RestartBudget().decide(Ending(code, furthest_step=10))
+    assert (decision.restart, decision.code) == (False, code)
 
 
 @pytest.mark.parametrize("code", [1, 6, 139, -9, -11])
 def test_crashes_and_lost_data_are_tried_again(code: int) -> None:
-    assert RestartBudget().judge(Ending(code, furthest_step=10)).restart
+    assert RestartBudget().decide(Ending(code, furthest_step=10)).restart
 
 
 def test_data_that_fails_before_the_first_step_is_not_tried_again() -> None:
-    verdict = RestartBudget(step_at_launch=10).judge(Ending(6, furthest_step=10))
-    assert (verdict.restart, verdict.code) == (False, 6)
+    decision = RestartBudget(step_at_launch=10).decide(Ending(6, furthest_step=10))
+    assert (decision.restart, decision.code) == (False, 6)
 
 
 def test_data_at_its_end_is_not_tried_again_and_the_reason_says_what_to_change() -> None:
     ended = "the data ended after 96 samples: raise data.epochs"
-    verdict = RestartBudget().judge(Ending(6, furthest_step=10, lasting=ended))
-    assert (verdict.restart, verdict.code) == (False, 6)
-    assert ended in verdict.reason
+    decision = RestartBudget().decide(Ending(6, furthest_step=10, lasting=ended))
+    assert (decision.restart, decision.code) == (False, 6)
+    assert ended in decision.reason
 
 
 def test_data_at_its_end_is_not_tried_again_when_the_other_ranks_had_to_be_stopped() -> None:
-    verdict = RestartBudget().judge(Ending(-9, furthest_step=10, alarm=STALL, lasting="the data ended"))
-    assert (verdict.restart, verdict.code) == (False, 6)
+    decision = RestartBudget().decide(Ending(-9, furthest_step=10, alarm=STALL, lasting="the data ended"))
+    assert (decision.restart, decision.code) == (False, 6)
 
 
 def test_three_restarts_without_progress_are_enough() -> None:
     budget = RestartBudget()
-    verdicts = [budget.judge(Ending(-9, furthest_step=7)) for _ in range(4)]
-    assert [verdict.restart for verdict in verdicts] == [True, True, True, False]
-    assert verdicts[-1].code == 1 and "no progress beyond step 7" in verdicts[-1].reason
-    assert verdicts[0].delay_s < verdicts[1].delay_s < verdicts[2].delay_s
+    decisions = [budget.decide(Ending(-9, furthest_step=7)) for _ in range(4)]
+    assert [decision.restart for decision in decisions] == [True, True, True, False]
+    assert decisions[-1].code == 1 and "no progress beyond step 7" in decisions[-1].reason
+    assert decisions[0].delay_s < decisions[1].delay_s < decisions[2].delay_s
 
 
 def test_progress_renews_the_patience_but_not_the_budget() -> None:
     budget = RestartBudget(restarts=6)
-    verdicts = [budget.judge(Ending(1, furthest_step=step)) for step in (5, 5, 5, 9, 9, 20, 30)]
-    assert [verdict.restart for verdict in verdicts] == [True] * 6 + [False]
-    assert "all 6 restarts are used up" in verdicts[-1].reason
+    decisions = [budget.decide(Ending(1, furthest_step=step)) for step in (5, 5, 5, 9, 9, 20, 30)]
+    assert [decision.restart for decision in decisions] == [True] * 6 + [False]
+    assert "all 6 restarts are used up" in decisions[-1].reason
 
 
 def test_a_stall_is_restarted_and_an_anomaly_is_not() -> None:
-    assert RestartBudget().judge(Ending(3, 10, alarm=STALL)).restart
-    assert RestartBudget().judge(Ending(-9, 10, alarm=STALL)).restart
-    verdict = RestartBudget().judge(Ending(3, 10, alarm=LEAK))
-    assert (verdict.restart, verdict.code) == (False, 5)
+    assert RestartBudget().decide(Ending(3, 10, alarm=STALL)).restart
+    assert RestartBudget().decide(Ending(-9, 10, alarm=STALL)).restart
+    decision = RestartBudget().decide(Ending(3, 10, alarm=LEAK))
+    assert (decision.restart, decision.code) == (False, 5)
 
 
 def test_a_run_that_was_done_before_it_stalled_on_the_way_out_is_done() -> None:
-    verdict = RestartBudget().judge(Ending(0, 10, alarm=STALL))
-    assert (verdict.restart, verdict.code) == (False, 0)
-    assert RestartBudget().judge(Ending(0, 10, alarm=LEAK)).code == 5
+    decision = RestartBudget().decide(Ending(0, 10, alarm=STALL))
+    assert (decision.restart, decision.code) == (False, 0)
+    assert RestartBudget().decide(Ending(0, 10, alarm=LEAK)).code == 5
 
 
 def test_stalls_without_end_are_an_anomaly() -> None:
     budget = RestartBudget()
-    verdicts = [budget.judge(Ending(-9, 10, alarm=STALL)) for _ in range(4)]
-    assert (verdicts[-1].restart, verdicts[-1].code) == (False, 5)
+    decisions = [budget.decide(Ending(-9, 10, alarm=STALL)) for _ in range(4)]
+    assert (decisions[-1].restart, decisions[-1].code) == (False, 5)
 
 
 @pytest.mark.parametrize(("code", "final"), [(4, 4), (-9, 4), (1, 4), (0, 0), (3, 3), (5, 5)])
 def test_a_run_that_was_told_to_stop_is_not_restarted(code: int, final: int) -> None:
-    verdict = RestartBudget().judge(Ending(code, 10, term_sent=True))
-    assert (verdict.restart, verdict.code) == (False, final)
+    decision = RestartBudget().decide(Ending(code, 10, term_sent=True))
+    assert (decision.restart, decision.code) == (False, final)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from tamis.config import build_config
+from tamis.run.limits import Limits, limits_for
 from tamis.run.supervise.history import RunHistory
-from tamis.run.supervise.stall_rules import Limits, judge, limits_for, patience
+from tamis.run.supervise.stall_rules import patience, stall_alarms
 from tests.run.simulated_run import SimulatedRun
 
 
@@ -213,7 +214,7 @@ def test_silence_on_a_full_disk_proves_nothing() -> None:
     history = RunHistory(expected_ranks=1)
     for second in range(0, 4000, 10):
         history.tick(float(second))
-    (alarm,) = judge(history, {0: "running"}, Limits(), disk_is_full=True)
+    (alarm,) = stall_alarms(history, {0: "running"}, Limits(), disk_is_full=True)
     assert (alarm.kind, alarm.severity) == ("disk_full", "note")
 
 

@@ -11,8 +11,8 @@ import pytest
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, read_events, write_anomaly
 from tamis.run.files.lock import RunLock, RunLocked
-from tamis.run.supervise.supervisor import LaunchOptions, launch
-from tamis.run.supervise.workers import Screen, Workers, trainer_command
+from tamis.run.supervise.supervisor import LaunchOptions, supervise
+from tamis.run.supervise.worker_processes import Screen, WorkerProcesses, trainer_command
 from tests.faults.launched import tiny_config
 
 
@@ -38,7 +38,7 @@ def test_supervision_never_imports_torch() -> None:
 
 def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: Path) -> None:
     script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
-    workers = Workers([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
     workers.close()
     assert workers.process.returncode == 7
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
@@ -46,7 +46,7 @@ def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: P
 
 def test_workers_killed_with_everything_they_started_leave_nobody(tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
-    workers = Workers([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):
         pass
     workers.send(9)
@@ -62,13 +62,13 @@ def test_a_directory_with_an_owner_is_refused_before_anything_is_touched(tmp_pat
     with RunLock(run.lock) as lock:
         lock.acquire("launch")
         with pytest.raises(RunLocked, match="belongs to a running launch"):
-            launch(config)
+            supervise(config)
     assert os.listdir(run.path) == [".lock"]
 
 
 def test_a_command_that_cannot_start_ends_with_its_reason(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "out")
-    code = launch(config, options=LaunchOptions(command=lambda *_: [sys.executable, "-c", "raise SystemExit(2)"]))
+    code = supervise(config, options=LaunchOptions(command=lambda *_: [sys.executable, "-c", "raise SystemExit(2)"]))
     assert code == 2
     assert [event["event"] for event in read_events(RunDirectory(tmp_path / "out"))] == ["start", "end"]
 

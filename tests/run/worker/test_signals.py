@@ -11,7 +11,7 @@ import pytest
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import ProcessId
-from tamis.run.supervise.escalation import Grace
+from tamis.run.limits import Grace
 from tamis.run.worker.sidecar import LOOK_EVERY_S, SUPERVISOR_VARIABLE, TERM_DEADLINE_S, Sidecar
 from tamis.run.worker.signals import LEAVE_AFTER_S, StopSignals
 
@@ -62,7 +62,7 @@ def test_the_second_term_ends_it_at_once(tmp_path: Path) -> None:
     worker.terminate()
     _, said = worker.communicate(timeout=PATIENCE_S)
     assert worker.returncode == 4
-    assert "second signal: leaving at once" in said  # not by the deadline of the first, which has the same code
+    assert "second signal: exiting at once" in said  # not by the deadline of the first, which has the same code
 
 
 def test_under_torchrun_the_same_term_arriving_twice_counts_once(tmp_path: Path) -> None:

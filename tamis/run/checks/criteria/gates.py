@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, not_measured, pass_if
-from tamis.run.supervise.health_rules import GATES_LEARN_WITHIN_STEPS, GATES_MOVED, LOW_ENTROPY
-
-LARGEST_COLLAPSE_FRACTION = 0.05
+from tamis.run.limits import GATES_LEARN_WITHIN_STEPS, GATES_MOVED, LARGEST_COLLAPSE_FRACTION, LOW_ENTROPY
 
 
 def gate_entropy_healthy(evidence: Evidence) -> Finding:

@@ -9,11 +9,13 @@ from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_measured, pass_if
 from tamis.run.files.hardware import GIB
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.limits import (
+    LARGEST_IMBALANCE_POINTS,
+    LARGEST_MEMORY_GROWTH,
+    LEAST_BUSY_PERCENT,
+)
 
 GB = 1e9
-LEAST_BUSY_PERCENT = 80
-LARGEST_IMBALANCE_POINTS = 15  # between the busiest and the idlest GPU
-LARGEST_MEMORY_GROWTH = 0.02  # second half against first
 
 
 def gpus_busy_and_balanced(evidence: Evidence) -> Finding:

@@ -10,8 +10,10 @@ from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed, utc
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
+from tamis.run.limits import (
+    PILOT_HOURS,
+)
 
-PILOT_HOURS = 2.0
 ERRORS_IN_LOG = re.compile(
     r"CUDA error|CUDA out of memory|OutOfMemoryError|NCCL error|ncclSystemError|ncclUnhandledCudaError|DistBackendError"
 )

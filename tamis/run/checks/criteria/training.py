@@ -9,16 +9,17 @@ from statistics import mean, median
 from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed
 from tamis.run.files.heartbeat import Heartbeat
-
-LEAST_ROWS_FOR_TREND = 4
-LEAST_STEPS_FOR_STEADINESS = 20
-WARM_UP_STEPS = 5  # the first steps compile, allocate and fill caches
-SLOWEST_TO_MEDIAN = 3.0  # p95 of step times
-DRIFT = 1.5  # last quarter against first
-THROUGHPUT_SPREAD = 0.5  # slowest tenth of the logged rows against the median
-LEAST_TOKENS_PER_S = 39  # the launch plan's floor; a real M7C run is thousands of times above it
-ESTIMATE_TOLERANCE = 0.20
-LARGEST_FETCH_SHARE = 0.2  # of a step's time may be spent waiting for data
+from tamis.run.limits import (
+    DRIFT,
+    ESTIMATE_TOLERANCE,
+    LARGEST_FETCH_SHARE,
+    LEAST_ROWS_FOR_TREND,
+    LEAST_STEPS_FOR_STEADINESS,
+    LEAST_TOKENS_PER_S,
+    SLOWEST_TO_MEDIAN,
+    THROUGHPUT_SPREAD,
+    WARM_UP_STEPS,
+)
 
 
 def completed(evidence: Evidence) -> Finding:

@@ -1,7 +1,7 @@
-"""A run that starts before what its directory already holds: the later part belongs to another timeline.
+"""Checkpoints set aside in OUT/earlier_<time>/, when a run starts before the newest step its directory holds.
 
-It is set aside, never deleted: otherwise a later resume would take its checkpoints for the newest, and retention would
-keep them in place of the new run's own.
+They are moved, never deleted. In place, a later resume would take them for the newest, and retention would keep them
+instead of the run's own.
 """
 
 from __future__ import annotations

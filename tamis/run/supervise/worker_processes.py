@@ -1,4 +1,4 @@
-"""The processes of one attempt at a run: started in their own session, their output streamed to screen and log."""
+"""The worker processes of one attempt: started in their own session, output streamed to the terminal and the log."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pathlib import Path
 
 import psutil
 
-from tamis.run.files.live import LIVE_VARIABLE, LogFilter
+from tamis.run.files.console import LIVE_VARIABLE, LogFilter
 from tamis.run.files.lock import ProcessId
 from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE
 
 FOUND_BY = "scripts/train_showcase.py"  # operators stop and inspect runs with pkill -f and pgrep -f of this name
-PIPE_BYTES = 1 << 20  # room for what a worker prints while it saves, should nobody read it any more
-FROZEN_AFTER_S = 0.5  # a screen that takes nothing for so long stands still
+PIPE_BYTES = 1 << 20  # enough for what a worker prints while it saves, after its reader was killed
+FROZEN_AFTER_S = 0.5  # a terminal that accepts nothing for so long counts as frozen
 
 
 def trainer_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
-    """How the trainer is started: by python alone, or by torchrun when there are several processes."""
+    """The trainer's command line: python for one process, torchrun for several."""
     worker = [sys.executable, "-u", "-X", FOUND_BY, "-m", "tamis.train.main", "--config", str(config_yaml)]
     worker += ["--resume", str(checkpoint)] if checkpoint else []
     if processes == 1:
@@ -37,16 +37,16 @@ def trainer_command(config_yaml: Path, processes: int, checkpoint: Path | None) 
 
 
 class Screen:
-    """Standard output that can go away, or stand still, without holding up the training behind it."""
+    """Standard output that may close or freeze without blocking the training behind it."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = _own_standard_output()
-        self._stands_still = False
+        self._frozen = False
 
     def write(self, data: bytes) -> None:
-        """What a terminal that stands still does not take is lost on the screen; the log has it."""
+        """Write to the terminal. A frozen one loses lines; the log has them."""
         try:
-            while data and self._takes_more():
+            while data and self._accepts_more():
                 data = data[self._put(data) :]
         except OSError:
             self._descriptor = None
@@ -54,24 +54,24 @@ class Screen:
     def say(self, message: str) -> None:
         self.write(message.encode() + b"\n")
 
-    def _takes_more(self) -> bool:
+    def _accepts_more(self) -> bool:
         if self._descriptor is None:
             return False
-        patience_s = 0.0 if self._stands_still else FROZEN_AFTER_S
-        self._stands_still = not select.select([], [self._descriptor], [], patience_s)[1]
-        return not self._stands_still
+        patience_s = 0.0 if self._frozen else FROZEN_AFTER_S
+        self._frozen = not select.select([], [self._descriptor], [], patience_s)[1]
+        return not self._frozen
 
     def _put(self, data: bytes) -> int:
         assert self._descriptor is not None
         try:
             return os.write(self._descriptor, data)
-        except BlockingIOError:  # a terminal may have room for less than it says
+        except BlockingIOError:  # a terminal may accept less than select reports
             time.sleep(0.01)
             return 0
 
 
 def _own_standard_output() -> int:
-    """Standard output opened again, where it can block: so that not blocking is our affair and not the shell's too."""
+    """Standard output opened again where it can block: O_NONBLOCK then applies to this process and not to the shell."""
     try:
         if stat.S_ISREG(os.fstat(1).st_mode):
             return 1
@@ -81,13 +81,15 @@ def _own_standard_output() -> int:
 
 
 def _screen_variables() -> dict[str, str]:
-    """A worker's output is a pipe: it must be told whether a terminal is behind it, and how wide that is."""
+    """Tell workers, whose output is a pipe, whether it ends on a terminal and how wide that is."""
     if not os.isatty(1):
         return {LIVE_VARIABLE: "0"}
     return {LIVE_VARIABLE: "1", "COLUMNS": str(os.get_terminal_size(1).columns)}
 
 
-class Workers:
+class WorkerProcesses:
+    """The trainer's processes of one attempt."""
+
     def __init__(self, command: Sequence[str], log: Path, screen: Screen) -> None:
         environment = {
             **os.environ,
@@ -103,8 +105,8 @@ class Workers:
             stdout=writer,
             stderr=writer,
             env=environment,
-            pass_fds=(reader,),  # so that printing does not fail when we are killed, and it can still save
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops the workers in order
+            pass_fds=(reader,),  # keeps the pipe open when the supervisor is killed, so that workers can print and save
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which then stops the workers in order
         )
         os.close(writer)
         self._streaming = threading.Thread(target=_stream, args=(reader, log, screen), daemon=True)
@@ -114,13 +116,13 @@ class Workers:
         return self.process.poll() is not None
 
     def send(self, number: int) -> None:
-        """TERM goes to the process we started, which hands it on; KILL goes to everything it has started."""
+        """Send TERM to the started process, which forwards it; send KILL to all of its descendants too."""
         for process in self._everything() if number == signal.SIGKILL else [self.process]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.send_signal(number)
 
     def close(self) -> None:
-        """Wait for the last output; a helper that still holds the pipe is not waited for."""
+        """Wait for the exit and the last output, but not for a helper that still holds the pipe."""
         self.process.wait()
         self._streaming.join(timeout=5.0)
 
@@ -133,7 +135,7 @@ class Workers:
 
 
 def _stream(source: int, log: Path, screen: Screen) -> None:
-    """Until everybody who could write has ended; whatever happens to screen and log, the pipe is emptied."""
+    """Copy the workers' output until the pipe closes; the pipe is emptied even if terminal and log fail."""
     log_filter = LogFilter()
     with os.fdopen(source, "rb", buffering=0) as pipe, open(log, "ab", buffering=0) as file:
         while data := pipe.read(1 << 16):

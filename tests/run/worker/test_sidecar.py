@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tamis.run.files.directory import RunDirectory
-from tamis.run.worker.stackdump import write_stackdump
+from tamis.run.worker.sidecar import write_stack_dump
 
 WORKER = """
 import ctypes, sys, time
@@ -83,7 +83,7 @@ def test_a_stopped_process_can_be_dumped_from_outside(tmp_path: Path) -> None:
     try:
         os.kill(worker.pid, signal.SIGSTOP)
         time.sleep(0.1)
-        text = write_stackdump(RunDirectory(tmp_path), 3, worker.pid).read_text()
+        text = write_stack_dump(RunDirectory(tmp_path), 3, worker.pid).read_text()
         assert "state T" in text or "state t" in text
     finally:
         worker.kill()
@@ -91,7 +91,7 @@ def test_a_stopped_process_can_be_dumped_from_outside(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
-    text = write_stackdump(RunDirectory(tmp_path), 0, 2**22 - 3).read_text()
+    text = write_stack_dump(RunDirectory(tmp_path), 0, 2**22 - 3).read_text()
     assert "the process is gone" in text and "py-spy failed" in text
 
 
@@ -106,6 +106,6 @@ def test_nothing_is_left_behind_when_the_worker_ends(tmp_path: Path) -> None:
 
 
 def test_without_py_spy_the_python_stacks_are_there_and_the_remedy_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tamis.run.worker.stackdump.shutil.which", lambda *_, **__: None)
-    text = write_stackdump(RunDirectory(tmp_path), 0, os.getpid(), "File x, line 3").read_text()
+    monkeypatch.setattr("tamis.run.worker.sidecar.shutil.which", lambda *_, **__: None)
+    text = write_stack_dump(RunDirectory(tmp_path), 0, os.getpid(), "File x, line 3").read_text()
     assert "pip install py-spy" in text and "File x, line 3" in text and f"thread {os.getpid()}" in text

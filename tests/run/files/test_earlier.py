@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.earlier import set_aside_later
 from tamis.run.files.manifest import damage, latest_valid_checkpoint, retire, write_manifest
-from tamis.run.files.timeline import set_aside_later
 
 
 def saved(run: RunDirectory, *steps: int) -> None:

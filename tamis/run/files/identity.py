@@ -1,0 +1,122 @@
+"""Whether a configuration continues the run that a directory holds: which keys differ, and which of them may.
+
+Model, data, tokenizer and seed identify a run: a start that differs in one of them is another run and is refused.
+Every other key is a hyperparameter or a setting: it may change at a resume, and the change is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tamis.config import Config, ConfigError, read_yaml
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import EventLog
+from tamis.run.files.records import TRAINING_HEADER, CsvLog
+
+CONFIG_CHANGED = "config_changed"  # the event of a resume with other hyperparameters
+IDENTITY_SECTIONS = ("model", "nsa")
+IDENTITY_KEYS = (
+    "data.dataset",
+    "data.tokenizer",
+    "data.local_path",
+    "data.hub_name",
+    "data.hub_subset",
+    "data.hub_revision",
+    "data.text_column",
+    "data.val_fraction",
+    "train.seed",
+)
+LABELS = ("model.name", "train.out_dir")  # names of the run, without effect on it
+SHOWN = 6
+
+
+class OtherRun(ConfigError):
+    """The directory holds a run of another model, data, tokenizer or seed; the message names the keys."""
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """One key whose value differs between two configurations."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} → {self.new}"
+
+    @property
+    def is_identity(self) -> bool:
+        return self.key in IDENTITY_KEYS or self.key.partition(".")[0] in IDENTITY_SECTIONS
+
+
+def config_changes(old: Mapping[str, Any] | Config, new: Config) -> list[ConfigChange]:
+    """Every key that differs. `old` may be the tree of a YAML file of an earlier version; missing keys are defaults."""
+    before = old.model_dump() if isinstance(old, Config) else old
+    defaults, after = Config().model_dump(), new.model_dump()
+    changes = []
+    for section, keys in after.items():
+        stored = before.get(section)
+        stored = stored if isinstance(stored, dict) else {}
+        for key, value in keys.items():
+            dotted, earlier = f"{section}.{key}", stored.get(key, defaults[section][key])
+            if dotted not in LABELS and earlier != value and not _is_same_data(dotted, earlier, value):
+                changes.append(ConfigChange(dotted, earlier, value))
+    return changes
+
+
+def require_same_run(run: RunDirectory, new: Config) -> list[ConfigChange]:
+    """The hyperparameters that a resume here would change; OtherRun when it would not be a resume. Reads only."""
+    old = stored_config(run)
+    if old is None or not has_begun(run):
+        return []
+    changes = config_changes(old, new)
+    if foreign := [change for change in changes if change.is_identity]:
+        raise OtherRun(_refusal(run, foreign))
+    return changes
+
+
+def stored_config(run: RunDirectory) -> dict[str, Any] | None:
+    """The sections of OUT/config.yaml; None when there is none that can be read."""
+    try:
+        return read_yaml(run.config_yaml)
+    except ConfigError:
+        return None
+
+
+def has_begun(run: RunDirectory) -> bool:
+    """True if a step was logged or saved here: then the directory's records belong to one model and one data set."""
+    return bool(run.checkpoint_traces()) or bool(CsvLog(run.training_csv, TRAINING_HEADER).steps())
+
+
+def record_changes(events: EventLog, changes: list[ConfigChange], step: int) -> None:
+    """Record the hyperparameters that differ from the steps before; nothing when none does."""
+    if changes:
+        words = "; ".join(map(str, changes))
+        values = {change.key: [change.old, change.new] for change in changes}
+        events.record(CONFIG_CHANGED, f"from step {step} on: {words}", step=step, changes=values)
+
+
+def _is_same_data(key: str, old: Any, new: Any) -> bool:
+    """True if a data folder only moved: the old path is gone, is the same place, or has the same shard manifest."""
+    if key != "data.local_path" or not isinstance(old, str) or not isinstance(new, str):
+        return False
+    before, after = Path(old), Path(new)
+    try:
+        if not before.exists() or before.samefile(after):
+            return True
+        return (before / "manifest.json").read_bytes() == (after / "manifest.json").read_bytes()
+    except OSError:
+        return False
+
+
+def _refusal(run: RunDirectory, foreign: list[ConfigChange]) -> str:
+    words = [f"{change.key}={change.old} (asked for: {change.new})" for change in foreign[:SHOWN]]
+    more = f" and {len(foreign) - SHOWN} more keys" if len(foreign) > SHOWN else ""
+    return (
+        f"{run.path} holds a run with {', '.join(words)}{more}: name another train.out_dir, "
+        "or give the keys of that run to resume it. Nothing was changed"
+    )
