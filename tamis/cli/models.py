@@ -139,7 +139,7 @@ def data_check(
 
 def check_data(config: Config, batches: int, show_text: bool = True) -> int:
     """Check the data for the verb and the two scripts. Announced, because a stream may keep it waiting."""
-    from tamis.data.check import check
+    from tamis.data.check import run_data_check
 
     with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
-        return check(config, batches, show_text=show_text)
+        return run_data_check(config, batches, show_text=show_text)

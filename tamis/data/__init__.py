@@ -1,4 +1,4 @@
-"""Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch here."""
+"""Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch."""
 
 from tamis.data.errors import DataError, EndOfData
 from tamis.data.loader import Batch, Loader

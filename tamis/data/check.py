@@ -1,4 +1,4 @@
-"""`tamis data check`: is it the data? A few batches through the real loader: text, pace, the ranks' shares."""
+"""`tamis data check`: a few batches through the real loader, with text, speed and the ranks' shares."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TEXT_SHOWN = 100  # characters of each batch
 Say = Callable[[str], None]
 
 
-def check(config: Config, batches: int = 4, *, show_text: bool = True, say: Say = print) -> int:
-    """Fetch some batches as training would and say what was found; the exit code is 0, or 6 with the reason said."""
+def run_data_check(config: Config, batches: int = 4, *, show_text: bool = True, say: Say = print) -> int:
+    """Fetch batches as training does and report each; returns 0, or 6 after printing the reason."""
     try:
         _check(config, batches, show_text, say)
     except DataError as error:
@@ -51,7 +51,7 @@ def _check(config: Config, batches: int, show_text: bool, say: Say) -> None:
 
 def _check_batches(config: Config, loader: Loader, batches: int, show_text: bool, say: Say) -> None:
     tokenizer = tokenizer_for(config.data.tokenizer)
-    pace = _Pace()
+    speed = _Speed()
     for i in range(batches):
         batch = loader.next()
         rows = batch.tokens.reshape(-1, batch.tokens.shape[-1])
@@ -61,15 +61,15 @@ def _check_batches(config: Config, loader: Loader, batches: int, show_text: bool
             say(f"   {tokenizer.decode(rows[0].tolist())[:TEXT_SHOWN]!r}")
         if i == 0:
             say(f"first batch after {batch.fetch_s:.2f} s")
-            pace = _Pace()
+            speed = _Speed()
     p50, p95 = loader.fetch_percentiles()
     say(f"wait p50 {p50:.4f} s, p95 {p95:.4f} s")
     if batches > 1:
-        say(f"after the first batch {pace.of((batches - 1) * config.tokens_per_step(1))}")
+        say(f"after the first batch {speed.of((batches - 1) * config.tokens_per_step(1))}")
 
 
-class _Pace:
-    """Tokens per second on the clock, and of this process's own time: other processes slow only the first."""
+class _Speed:
+    """Tokens per second of wall time and of CPU time; a busy machine slows only the first."""
 
     def __init__(self) -> None:
         self._clock, self._own = time.perf_counter(), time.process_time()
@@ -93,7 +93,7 @@ def _check_shards(folder: Path, say: Say) -> None:
 
 
 def _check_shares(config: Config, say: Say) -> None:
-    """Whether the ranks' batches, laid side by side, are the batch one process would see."""
+    """Check that the batches of all ranks together are the batch of a single process."""
     if config.data.dataset not in ("shards", "synthetic") and config.data.lanes % RANKS_COMPARED:
         return say(f"ranks not compared: data.lanes {config.data.lanes} is not a multiple of {RANKS_COMPARED}")
     alone = config.model_copy(

@@ -1,12 +1,12 @@
-"""The errors this room raises on purpose; the trainer turns them into exit code 6."""
+"""Errors of data; the trainer turns them into exit code 6."""
 
 
 class DataError(RuntimeError):
-    """Data that is missing, damaged, late or at its end; the message names the cause and the remedy."""
+    """Data is missing, damaged, late or at its end; the message names the cause and the remedy."""
 
 
 class EndOfData(DataError):
-    """All of it was read: unlike a network or a disk that failed, it will not be better on another try."""
+    """All data was read. Unlike after a network or disk failure, another try does not help."""
 
 
 def end_of_data(samples: int, seq_len: int, epochs: int | None) -> EndOfData:

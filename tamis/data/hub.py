@@ -1,7 +1,7 @@
-"""Documents of a Hugging Face dataset: `datasets` finds its files, and we stream one column of each, file by file.
+"""Documents of a Hugging Face dataset: `datasets` lists its files, and one column of each is streamed in turn.
 
-Network trouble is tried again. Going on in the middle of a file reads nothing before the row group in question.
-`data.hub_name` may also be a local folder laid out as a hub dataset, which goes through the same code.
+Network failures are retried. A resume inside a file reads from the row group it needs. `data.hub_name` may also be a
+local folder laid out as a hub dataset.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from urllib.request import getproxies
 
 from tamis.config import Data
 from tamis.data.errors import DataError
-from tamis.data.files import Record, check_column, parquet_records
-from tamis.data.waiting import RETRY_PAUSES_S
+from tamis.data.local_files import Record, check_column, parquet_records
 
+RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts when the network fails; then it is an error
 REMEDY = (
     "check the network, point HF_DATASETS_CACHE to a fast local disk, or use local files "
     "(data.dataset: fineweb_edu_local with data.local_path)"
@@ -30,7 +30,7 @@ REMEDY = (
 
 @functools.lru_cache(maxsize=1)  # training and validation share one listing
 def open_hub(data: Data) -> HubDataset:
-    """The dataset that `data.hub_name` names, or a DataError soon."""
+    """Open the dataset of `data.hub_name`; a DataError within seconds if the hub cannot be reached."""
     if not Path(data.hub_name).is_dir():
         _check_host()
     return HubDataset(data)
@@ -54,7 +54,7 @@ class HubDataset:
         return f"{self.names[file]}:{number + 1}"
 
     def read(self, file: int, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """The records of one file with their numbers; when reading fails it goes on at the record that was to come."""
+        """Yield the records of one file with their numbers; after a failure, continue with the next record."""
         number, attempt = start, 0
         while True:
             try:
@@ -67,8 +67,8 @@ class HubDataset:
                 attempt += 1
 
     def _records(self, file: int, start: int) -> Iterator[Record]:
-        """Not by the reader that `datasets` iterates with: its threads abort a process that ends amid a file."""
-        from datasets.utils.file_utils import xopen  # opens what it streams, and reads again after a lost connection
+        # The iterator of `datasets` starts threads that abort a process which ends in the middle of a file.
+        from datasets.utils.file_utils import xopen  # retries after a lost connection
 
         with xopen(self._urls[file], "rb") as content:
             yield from parquet_records(content, self._text_column, start, self.names[file])
@@ -81,7 +81,7 @@ class HubDataset:
 
 
 def _train_files(data: Data) -> list[str]:
-    """The addresses of the train split's files; the hub client makes its own attempts here."""
+    """The URLs of the train split's files; the hub client retries by itself here."""
     try:
         import datasets
     except ImportError:
@@ -104,7 +104,7 @@ def _train_files(data: Data) -> list[str]:
 
 
 def _has_subset(data: Data) -> bool:
-    """False for a plain folder of files, which has no subsets; a hub dataset has its own word on it."""
+    """False for a plain folder of files; a hub dataset checks the subset itself."""
     import datasets
 
     if not Path(data.hub_name).is_dir():
@@ -113,7 +113,7 @@ def _has_subset(data: Data) -> bool:
 
 
 def _check_host() -> None:
-    """Whether the hub's name resolves: the usual trouble, told in seconds instead of a client's minute of attempts."""
+    """Check in seconds that the hub's name resolves; the client would retry for a minute."""
     if getproxies():
         return  # the proxy resolves it
     host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
@@ -128,7 +128,7 @@ def _check_host() -> None:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What reading from afar may raise; of a network library only when it is loaded, else it raised nothing."""
+    """Exceptions of remote reads, including those of network libraries that are loaded."""
     names = (("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("aiohttp", "ClientError"))
     return OSError, ValueError, *(getattr(sys.modules[m], name) for m, name in names if m in sys.modules)
 

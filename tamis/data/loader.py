@@ -1,6 +1,6 @@
 """The loader: batches prepared ahead in a background thread, each with the exact position that follows it.
 
-A batch that does not come in time, or data that fails or ends, is a DataError; noise replaces it only when asked for.
+A late batch, or data that fails or ends, is a DataError. Random tokens replace data only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tamis.data.errors import DataError
 from tamis.data.synthetic import SyntheticSamples
 
 FETCH_TIMES_KEPT = 200
-CLOSE_WAIT_S = 2.0  # a thread blocked in a read is left behind after this
+CLOSE_WAIT_S = 2.0  # a thread blocked in a read is abandoned after this
 
 
 class Samples(Protocol):
@@ -42,15 +42,15 @@ class Samples(Protocol):
 @dataclass(frozen=True)
 class Batch:
     tokens: npt.NDArray[np.int32]  # [accumulate_grad_batches, batch_size, seq_len + 1]
-    fetch_s: float  # how long the caller waited for it
+    fetch_s: float  # seconds the caller waited for it
 
 
 class Loader:
-    """Batches of one rank; `state` follows the batches handed out, never those prepared ahead."""
+    """Batches of one rank; `state` follows the batches returned, not those prepared ahead."""
 
     def __init__(self, config: Config, samples: Samples, rank: int, world_size: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.fingerprint = samples.fingerprint  # of the data asked for, also when noise replaced it
+        self.fingerprint = samples.fingerprint  # of the configured data, even if noise replaces it
         self._samples = samples
         self._state = samples.state()
         self._substituted = ""  # why noise replaced the data
@@ -67,7 +67,7 @@ class Loader:
         return self._samples.description + substituted
 
     def next(self) -> Batch:
-        """The next batch of this rank."""
+        """Return the next batch of this rank."""
         began = time.perf_counter()
         try:
             tokens, self._state = self._fetch()
@@ -82,18 +82,18 @@ class Loader:
         return Batch(tokens.reshape(train.accumulate_grad_batches, train.batch_size, -1), fetch_s)
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch handed out, as JSON can hold it."""
+        """The position after the last returned batch, as JSON data."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a position that `state` or `merge_states` gave; only before the first batch."""
+        """Continue from a position of `state` or `merge_states`; only before the first batch."""
         if self._producer:
             raise RuntimeError("restore comes before the first batch")
         if state.get("kind") == "synthetic" and not self.is_synthetic:
             if not self.config.data.synthetic_on_fail:
                 raise DataError(
                     "the checkpoint was trained on noise that replaced the data (data.synthetic_on_fail): "
-                    "resume from an earlier one, or set data.synthetic_on_fail: true to go on with noise"
+                    "resume from an earlier one, or set data.synthetic_on_fail: true to continue with noise"
                 )
             self.substitute_noise("as before the resume")
         if state.get("fingerprint") != self._samples.fingerprint:
@@ -112,7 +112,7 @@ class Loader:
         return float(p50), float(p95)
 
     def substitute_noise(self, reason: str) -> None:
-        """Go on with random tokens from the same sample number on, and say so from now on."""
+        """Continue with random tokens from the same sample number; the description names the reason."""
         self.close()
         noise = SyntheticSamples(self.config, self.rank, self.world_size)
         noise.restore({"samples": self._state["samples"]})

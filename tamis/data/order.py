@@ -1,6 +1,6 @@
-"""The order documents are seen in: files, then windows of documents, shuffled by keys derived from the seed.
+"""The order of documents: files, then windows of documents, shuffled by keys derived from the seed.
 
-The shuffle is our own, so that it is the same everywhere and a place in it can be returned to exactly.
+The shuffle does not use a library's generator, so it is the same everywhere and any position can be restored exactly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tamis.data.errors import DataError
-from tamis.data.files import BadRecord, Record
+from tamis.data.local_files import BadRecord, Record
 
-WINDOW_DOCUMENTS = 1024  # documents shuffled together, …
-WINDOW_BYTES = 32 * 2**20  # … or fewer when they are long: a window is held in memory
-SMALL_SOURCE_BYTES = 32 * 2**20  # up to this size a source is read through, to be sure that something is held out
+WINDOW_DOCUMENTS = 1024  # documents shuffled together,
+WINDOW_BYTES = 32 * 2**20  # or fewer if they are long: a window is held in memory
+SMALL_SOURCE_BYTES = 32 * 2**20  # a source up to this size is read completely, so that something is held out
 
 
 class Source(Protocol):
-    """Files of records; what a hub, a folder and the embedded sample have in common."""
+    """Files of records: the interface of the hub, local files and the embedded sample."""
 
     names: list[str]
     sizes: list[int]  # in bytes; empty when unknown
@@ -35,12 +35,12 @@ class Source(Protocol):
         ...
 
     def place(self, file: int, number: int) -> str:
-        """Where a record is, for a person."""
+        """File and line of a record, for messages."""
         ...
 
 
 class Cursor(NamedTuple):
-    """A place between two records: of the epoch's shuffled files, this one, before this record."""
+    """A position: epoch, index among the epoch's shuffled files, next record."""
 
     epoch: int = 0
     file: int = 0
@@ -61,7 +61,7 @@ class Window:
 
 @dataclass
 class Skipped:
-    """Records passed over since the source was opened."""
+    """Records skipped since the source was opened."""
 
     bad: int = 0
     empty: int = 0
@@ -70,7 +70,7 @@ class Skipped:
 
 @dataclass
 class DocumentOrder:
-    """Training documents, or held-out ones, of a source in their fixed order."""
+    """The training or held-out documents of a source in their fixed order."""
 
     source: Source
     seed: int
@@ -79,7 +79,7 @@ class DocumentOrder:
     skipped: Skipped = field(default_factory=Skipped)
 
     def windows(self, start: Cursor, epochs: int | None) -> Iterator[Window]:
-        """Windows of shuffled training documents from a window's start on, until the epochs are used up."""
+        """Yield windows of shuffled training documents from a window's start until the last epoch ends."""
         epoch, file, record = start
         while epochs is None or epoch < epochs:
             found = False
@@ -91,7 +91,7 @@ class DocumentOrder:
             epoch, file, record = epoch + 1, 0, 0
 
     def held_out(self) -> Iterator[Document]:
-        """Held-out documents in the order of the files."""
+        """Yield held-out documents in file order."""
         for file in range(len(self.source.names)):
             for _, document in self.documents(file):
                 if self.is_held_out(document):
@@ -124,7 +124,7 @@ class DocumentOrder:
                     yield Cursor(start.epoch, file, number + 1), document
 
     def documents(self, file: int, start: int = 0) -> Iterator[tuple[int, Document]]:
-        """Number and text of each document of one file; what is unreadable is counted, or stops us."""
+        """Yield number and text of each document of one file; unreadable ones are counted or raise an error."""
         for number, record in self.source.read(file, start):
             document = _document(record) if isinstance(record, bytes) else record
             if isinstance(document, BadRecord):
@@ -136,32 +136,32 @@ class DocumentOrder:
 
     def _note_bad(self, problem: str) -> None:
         if not self.skip_bad:
-            raise DataError(f"unreadable record at {problem}; mend it, or set data.on_bad_record: skip to pass over it")
+            raise DataError(f"unreadable record at {problem}; mend it, or set data.on_bad_record: skip to skip it")
         self.skipped.bad += 1
         self.skipped.last_bad = problem
 
 
 def held_out_below(source: Source, fraction: float) -> int:
-    """The hash below which documents are held out: the fraction of them, and of a small source at least one."""
+    """The hash below which documents are held out: the given fraction, and at least one of a small source."""
     if fraction == 0:
         return 0
     threshold = int(fraction * 2**64)
     if source.sizes and sum(source.sizes) <= SMALL_SOURCE_BYTES:
         every = DocumentOrder(source, 0, 2**64, skip_bad=True)
         hashes = sorted({document.hash for file in range(len(source.names)) for _, document in every.documents(file)})
-        if len(hashes) > 1:  # a lone document stays in training: there must be something to learn from
+        if len(hashes) > 1:  # a single document stays in training
             threshold = max(threshold, hashes[0] + 1)
     return threshold
 
 
 def shuffled(count: int, *key: int) -> npt.NDArray[np.int64]:
-    """The numbers below `count` in an order that depends on the key alone, not on a library's generator."""
+    """The numbers below `count` in an order that depends on the key alone."""
     mixed = np.uint64(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little"))
     return np.argsort(_splitmix64(np.arange(count, dtype=np.uint64) + mixed), kind="stable")
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A well-mixed bijection of 64-bit numbers (Steele, Lea and Flood 2014)."""
+    """SplitMix64, a bijection that mixes 64-bit numbers well (Steele, Lea and Flood 2014)."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -169,7 +169,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _document(raw: bytes) -> Document | BadRecord | None:
-    """Text with the hash of its bytes, so that copies of a document always fall on the same side of the split."""
+    """Decode a record. Its hash is of the bytes, so that copies of a document land in the same split."""
     if not raw.strip():
         return None
     try:

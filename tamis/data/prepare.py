@@ -1,7 +1,7 @@
-"""Any document source → token shards: read once, tokenised by several threads, written in order with checksums.
+"""Turn any document source into token shards: read once, tokenised by several threads, written in order.
 
-The result does not depend on the number of threads. Killed at any time, the same command goes on after the last pair of
-shards that was finished. (tiktoken works outside Python's lock, so threads are as good as processes here.)
+The result does not depend on the number of threads. After a kill the same command continues from the last finished
+pair of shards. tiktoken releases Python's lock, so threads are as fast as processes here.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tamis.config import Config, Data
 from tamis.data.errors import DataError
 from tamis.data.opening import open_source
 from tamis.data.order import DocumentOrder
-from tamis.data.shard_writer import Encoded, Reached, ShardPair
-from tamis.data.shards import MANIFEST, Manifest, Split, read_manifest
+from tamis.data.shards import MANIFEST, Manifest, Shard, Split, read_shard_manifest
 from tamis.data.stream import document_order
-from tamis.data.tokenizer import Tokenizer, tokenizer_for, with_end_of_text
+from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
 
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 CHUNK_BYTES = 256 * 1024  # text handed to a thread at a time
 CHUNKS_AHEAD = 4  # per thread
 REPORT_EVERY_S = 2.0
 
+Encoded = dict[Split, list[TokenIds]]  # the tokens of documents
+
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     files_done: int
     files: int
     documents: int
     tokens: int
     tokens_per_s: float  # since this command began
-    tokens_per_processor_s: float  # the same by the time all threads worked: the pace of one core to itself
+    tokens_per_processor_s: float  # by the CPU time of all threads: the speed of one idle core
 
     def __str__(self) -> str:
         return (
@@ -49,9 +50,19 @@ class Progress:
         )
 
 
+@dataclass(frozen=True)
+class Reached:
+    """How far a source was read and what was skipped on the way; fields of the manifest."""
+
+    next_file: int
+    next_record: int
+    bad_records: int
+    empty_documents: int
+
+
 @dataclass
-class Chunk:
-    """Documents that follow each other, each with its split, and how far the source was read for them."""
+class DocumentChunk:
+    """Consecutive documents, each with its split, and how far the source was read for them."""
 
     documents: list[tuple[Split, str]]
     reached: Reached
@@ -63,9 +74,9 @@ def prepare(
     *,
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> Manifest:
-    """Tokenise the source that `config.data` names into the folder `out`; goes on where an earlier call stopped."""
+    """Tokenise the source of `config.data` into the folder `out`, continuing where an earlier call stopped."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,13 +84,13 @@ def prepare(
             return _prepare(config, folder, workers or os.cpu_count() or 1, shard_tokens, report)
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written ({error}): free space or choose another folder; what is finished is kept, "
-            "and the same command goes on from there"
+            f"{folder} cannot be written ({error}): free space or choose another folder; finished shards are kept, "
+            "and the same command continues from there"
         ) from error
 
 
 def _prepare(
-    config: Config, folder: Path, workers: int, shard_tokens: int, report: Callable[[Progress], None]
+    config: Config, folder: Path, workers: int, shard_tokens: int, report: Callable[[PrepareProgress], None]
 ) -> Manifest:
     order = document_order(config, open_source(config))
     manifest = _begun_manifest(config, order, folder)
@@ -98,18 +109,18 @@ def _prepare(
     if not (pair.tokens or manifest.shards):
         raise DataError(f"{manifest.origin} holds no training document: there is nothing to prepare")
     manifest = pair.finish(reached, complete=True)
-    meter.tell()
+    meter.report()
     return manifest
 
 
 def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manifest:
-    """The manifest an earlier call left, or a fresh one; another source's shards are not touched."""
+    """The manifest of an earlier call, or a new one; shards of another source are refused."""
     data = config.data
     what = [order.source.identity, data.text_column, data.val_fraction]
     source = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     if not (folder / MANIFEST).exists():
         return Manifest(data.tokenizer, _origin(data), source, data.val_fraction)
-    manifest = read_manifest(folder)
+    manifest = read_shard_manifest(folder)
     if (manifest.source, manifest.tokenizer) != (source, data.tokenizer):
         raise DataError(f"{folder} holds shards of another source, split or tokenizer: choose another folder")
     return manifest
@@ -121,12 +132,12 @@ def _origin(data: Data) -> str:
     return f"{data.dataset} {where or ''}".rstrip()
 
 
-def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator[Chunk]:
-    """The source's documents from where the manifest stands, in the order of the files; the last one says the end."""
+def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator[DocumentChunk]:
+    """Yield the documents from the manifest's position in file order; the last chunk marks the end."""
 
-    def chunk(next_file: int, next_record: int) -> Chunk:
+    def chunk(next_file: int, next_record: int) -> DocumentChunk:
         bad, empty = start.bad_records + order.skipped.bad, start.empty_documents + order.skipped.empty
-        return Chunk(documents, Reached(next_file, next_record, bad, empty))
+        return DocumentChunk(documents, Reached(next_file, next_record, bad, empty))
 
     documents: list[tuple[Split, str]] = []
     size = 0
@@ -140,9 +151,11 @@ def _chunks(order: DocumentOrder, start: Manifest, chunk_bytes: int) -> Iterator
     yield chunk(len(order.source.names), 0)
 
 
-def _encoded(chunks: Iterator[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Chunks with their tokens, in order, while the threads work ahead."""
-    ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
+def _encoded(
+    chunks: Iterator[DocumentChunk], tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[DocumentChunk, Encoded]]:
+    """Yield chunks with their tokens in order while the threads work ahead."""
+    ahead: deque[tuple[DocumentChunk, Future[Encoded]]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="tamis-tokenise") as pool:
         for chunk in chunks:
             ahead.append((chunk, pool.submit(_encode, tokenizer, chunk)))
@@ -154,7 +167,7 @@ def _encoded(chunks: Iterator[Chunk], tokenizer: Tokenizer, workers: int) -> Ite
             yield chunk, future.result()
 
 
-def _encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
+def _encode(tokenizer: Tokenizer, chunk: DocumentChunk) -> Encoded:
     encoded: Encoded = {"train": [], "val": []}
     for split, text in chunk.documents:
         encoded[split].append(with_end_of_text(tokenizer, text))
@@ -162,9 +175,9 @@ def _encode(tokenizer: Tokenizer, chunk: Chunk) -> Encoded:
 
 
 class _Meter:
-    """Counts what was written and reports it now and then."""
+    """Counts tokens and documents and reports them every 2 s."""
 
-    def __init__(self, manifest: Manifest, files: int, report: Callable[[Progress], None]) -> None:
+    def __init__(self, manifest: Manifest, files: int, report: Callable[[PrepareProgress], None]) -> None:
         self._tokens = self._before = manifest.count("tokens", "train") + manifest.count("tokens", "val")
         self._documents = manifest.count("documents", "train") + manifest.count("documents", "val")
         self._files, self._files_done, self._report = files, manifest.next_file, report
@@ -176,14 +189,76 @@ class _Meter:
         self._tokens += sum(len(ids) for documents in encoded.values() for ids in documents)
         self._documents += sum(len(documents) for documents in encoded.values())
         if time.perf_counter() - self._reported >= REPORT_EVERY_S:
-            self.tell()
+            self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self._reported = time.perf_counter()
         new = self._tokens - self._before
         rate = new / max(self._reported - self._began, 1e-9)
         processor_rate = new / max(time.process_time() - self._processor_began, 1e-9)
-        self._report(Progress(self._files_done, self._files, self._documents, self._tokens, rate, processor_rate))
+        self._report(
+            PrepareProgress(self._files_done, self._files, self._documents, self._tokens, rate, processor_rate)
+        )
+
+
+class ShardPair:
+    """The training and held-out shard being written; both appear and enter the manifest when finished."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        number = sum(shard.split == "train" for shard in manifest.shards)
+        self._folder, self._manifest = folder, manifest
+        self._writers = {split: _ShardWriter(folder, split, number) for split in ("train", "val")}
+
+    @property
+    def tokens(self) -> int:
+        return self._writers["train"].tokens
+
+    def append(self, encoded: Encoded) -> None:
+        for split, documents in encoded.items():
+            for ids in documents:
+                self._writers[split].append(ids)
+
+    def finish(self, reached: Reached, *, complete: bool) -> Manifest:
+        shards = [shard for writer in self._writers.values() if (shard := writer.finish())]
+        manifest = replace(self._manifest, **asdict(reached), complete=complete, shards=self._manifest.shards + shards)
+        temporary = self._folder / f"{MANIFEST}.tmp"
+        temporary.write_text(manifest.to_json(), encoding="utf-8")
+        _publish(temporary, self._folder / MANIFEST)
+        return manifest
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path, split: Split, number: int) -> None:
+        self.split, self.tokens, self.documents = split, 0, 0
+        self._path = folder / f"{split}-{number:05d}.bin"
+        self._temporary = self._path.with_suffix(".tmp")
+        self._file = self._temporary.open("wb")
+        self._digest = hashlib.sha256()
+
+    def append(self, ids: TokenIds) -> None:
+        content = ids.astype("<u2", copy=False).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self.tokens += len(ids)
+        self.documents += 1
+
+    def finish(self) -> Shard | None:
+        self._file.close()
+        if not self.documents:
+            self._temporary.unlink()
+            return None
+        _publish(self._temporary, self._path)
+        return Shard(self._path.name, self.split, self.tokens, self.documents, self._digest.hexdigest())
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Sync a written file to disk, then give it its final name."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.replace(final)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The embedded sample: State of the Union addresses in FineWeb-Edu's columns, read as any parquet folder is.
+"""The embedded sample: State of the Union addresses in FineWeb-Edu's columns, read like any parquet folder.
 
-Also what a model must beat on it: the loss of counting bytes, alone and in pairs.
+Also the losses a model must beat on it: those of byte counts and byte-pair counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tamis.config import Config
-from tamis.data.files import LocalFiles
+from tamis.data.local_files import LocalFiles
 from tamis.data.order import Cursor
 from tamis.data.stream import document_order
 from tamis.data.tokenizer import tokenizer_for, with_end_of_text
@@ -34,14 +34,14 @@ def sample_source() -> LocalFiles:
 def entropies(config: Config, validation: list[npt.NDArray[np.int32]]) -> Entropies:
     """The losses that byte and byte-pair counts of the sample's training part reach on its validation batches.
 
-    Measured on the very targets that validation measures the model on; needs `data.tokenizer: byte`.
+    Measured on the same targets as the model's validation; needs `data.tokenizer: byte`.
     """
     if config.data.dataset != "sample" or config.data.tokenizer != "byte":
         raise ValueError("entropies are of data.dataset: sample with data.tokenizer: byte")
     pairs = _pair_counts(config)
     inputs = np.concatenate([batch[:, :-1].ravel() for batch in validation])
     targets = np.concatenate([batch[:, 1:].ravel() for batch in validation])
-    singles = pairs.sum(axis=0) + 1  # one more each, so that nothing is impossible
+    singles = pairs.sum(axis=0) + 1  # add one, so that no probability is zero
     unigram = np.log(singles / singles.sum())[targets]
     given = (pairs + 1) / (pairs + 1).sum(axis=1, keepdims=True)
     bigram = np.log(given[inputs, targets])
@@ -49,7 +49,7 @@ def entropies(config: Config, validation: list[npt.NDArray[np.int32]]) -> Entrop
 
 
 def _pair_counts(config: Config) -> npt.NDArray[np.int64]:
-    """How often each token follows each other one in the training documents."""
+    """How often each token follows each other token in the training documents."""
     tokenizer = tokenizer_for("byte")
     size = tokenizer.vocab_size
     counts = np.zeros(size * size, np.int64)

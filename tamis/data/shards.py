@@ -1,7 +1,7 @@
-"""Prepared token shards: memory-mapped uint16 files with a manifest, read as one long row of tokens in any order.
+"""Token shards: memory-mapped uint16 files with a manifest, read as one long row of tokens.
 
-Sample i of a pass is a fixed stretch of that row; each pass visits all of them in its own shuffled order, so a position
-is nothing but the number of samples used.
+Sample i of a pass is a fixed stretch of that row. Each pass visits all samples in its own shuffled order, so a position
+is the number of samples used.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Shard:
 
 @dataclass
 class Manifest:
-    """What a folder of shards holds; while it is being made, also how far the source was read."""
+    """The contents of a folder of shards and, while it is being written, the position in the source."""
 
     tokenizer: str
-    origin: str  # where the text came from, for a person
+    origin: str  # where the text came from, for messages
     source: str  # fingerprint of the source's files and of the split
     val_fraction: float
     dtype: str = "uint16"
@@ -69,7 +69,7 @@ class Manifest:
         return json.dumps({**asdict(self), **totals}, indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_shard_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class TokenRow:
-    """All tokens of one split, as if they were one array."""
+    """All tokens of one split as one array."""
 
     def __init__(self, folder: Path, manifest: Manifest, split: Split) -> None:
         self._maps = [_mapped(folder, shard) for shard in manifest.shards if shard.split == split and shard.tokens]
@@ -132,7 +132,7 @@ class ShardSamples:
         self._next = rank
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        """The next `count` samples of this rank, [count, seq_len + 1]; at the data's end all ranks fail together."""
+        """The next `count` samples of this rank, [count, seq_len + 1]; at the end of data all ranks fail together."""
         after = self._next - self.rank + count * self.world_size
         if self.epochs is not None and after > self._per_epoch * self.epochs:
             raise end_of_data(self._next - self.rank, self.seq_len, self.epochs)
@@ -154,12 +154,12 @@ class ShardSamples:
 
 
 def open_folder(config: Config) -> tuple[Path, Manifest]:
-    """The folder of `data.local_path` and its manifest, finished and of the tokenizer asked for."""
+    """The folder of `data.local_path` and its manifest; it must be complete and match `data.tokenizer`."""
     folder = Path(str(config.data.local_path))
-    manifest = read_manifest(folder)
+    manifest = read_shard_manifest(folder)
     if not manifest.complete:
         raise DataError(
-            f"{folder} is not finished: run the same `tamis data prepare` again, it goes on where it stopped"
+            f"{folder} is not finished: run the same `tamis data prepare` again, it continues where it stopped"
         )
     if manifest.tokenizer != config.data.tokenizer:
         raise DataError(f"{folder} holds {manifest.tokenizer} tokens: set data.tokenizer to {manifest.tokenizer}")
@@ -175,8 +175,8 @@ def held_out_stretches(config: Config, wanted: int) -> list[npt.NDArray[np.int32
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """Names of the files whose content is not what the manifest says."""
-    return [shard.file for shard in read_manifest(folder).shards if _sha256(folder / shard.file) != shard.sha256]
+    """Names of the files whose checksum differs from the manifest."""
+    return [shard.file for shard in read_shard_manifest(folder).shards if _sha256(folder / shard.file) != shard.sha256]
 
 
 def _mapped(folder: Path, shard: Shard) -> TokenIds:

@@ -1,7 +1,7 @@
-"""Samples from streamed documents: documents are dealt to lanes, each lane is one endless packed row of tokens.
+"""Samples of streamed documents: documents are dealt to lanes, and each lane is one endless packed row of tokens.
 
-Sample n comes from lane n % lanes and rank r serves the samples n ≡ r modulo the world size, so a rank tokenises
-only the documents of its own lanes, and the global order is the same for every world size that divides the lanes.
+Sample n comes from lane n % lanes, and rank r serves the samples n ≡ r modulo the world size. So a rank tokenises only
+the documents of its own lanes, and the global order is the same for every world size that divides the lanes.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of
 
 @dataclass
 class Lane:
-    """A row of packed tokens; `document` and `offset` say where its next sample begins."""
+    """A row of packed tokens; its next sample begins at `offset` in `document`."""
 
     waiting: deque[tuple[int, str]]  # number and text of documents not yet tokenised
-    tokens: deque[tuple[int, TokenIds]]  # number and tokens of those begun
+    tokens: deque[tuple[int, TokenIds]]  # number and tokens of documents in use
     document: int = 0
     offset: int = 0
     available: int = 0  # tokens ahead
 
     def accept(self, number: int, text: str) -> None:
-        if number >= self.document:  # earlier ones were used up before the place we resumed at
+        if number >= self.document:  # earlier ones were used before the resume
             self.waiting.append((number, text))
 
     def tokenize_next(self, tokenizer: Tokenizer) -> None:
         number, text = self.waiting.popleft()
         ids = with_end_of_text(tokenizer, text)
-        if not self.tokens and number > self.document:  # the document we were to begin in holds nothing for us
+        if not self.tokens and number > self.document:  # the document of the stored position is not in this lane
             self.document, self.offset = number, 0
         self.tokens.append((number, ids))
         self.available += len(ids) - (self.offset if number == self.document else 0)
 
     def take(self, seq_len: int) -> npt.NDArray[np.int32]:
-        """seq_len + 1 tokens; the last one is also the next sample's first, so each token is a target once."""
+        """Take seq_len + 1 tokens; the last is also the next sample's first, so each token is a target once."""
         pieces, missing = [], seq_len + 1
         for index, (_, ids) in enumerate(self.tokens):
             piece = ids[self.offset if index == 0 else 0 :][:missing]
@@ -66,7 +66,7 @@ class Lane:
 
 @dataclass
 class Deal:
-    """Where dealing stood before a window: enough to deal the documents from there on in the same way again."""
+    """The state before a window is dealt; dealing from it again gives the same result."""
 
     start: Cursor
     document: int  # number of the window's first document, counted over all epochs
@@ -92,7 +92,7 @@ class StreamSamples:
     @property
     def description(self) -> str:
         skipped = self.order.skipped
-        bad = f", {skipped.bad} unreadable records passed over (last: {skipped.last_bad})" if skipped.bad else ""
+        bad = f", {skipped.bad} unreadable records skipped (last: {skipped.last_bad})" if skipped.bad else ""
         return self._name + bad + (f", {skipped.empty} empty documents" if skipped.empty else "")
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
@@ -113,19 +113,19 @@ class StreamSamples:
 
     def restore(self, state: dict[str, Any]) -> None:
         deal = Deal(Cursor(*state["deal"]["start"]), state["deal"]["document"], list(state["deal"]["loads"]))
-        places = {int(i): tuple(place) for i, place in state["lanes"].items()}
-        if not set(self._lanes_from(state["samples"])) <= set(places):
-            raise DataError("the position is of some lanes only: merge the positions of all ranks first")
-        self._begin(state["samples"], deal, places)
+        positions = {int(i): tuple(position) for i, position in state["lanes"].items()}
+        if not set(self._lanes_from(state["samples"])) <= set(positions):
+            raise DataError("the position covers some lanes only: merge the positions of all ranks first")
+        self._begin(state["samples"], deal, positions)
 
-    def _begin(self, samples: int, deal: Deal, places: dict[int, tuple[int, int]]) -> None:
+    def _begin(self, samples: int, deal: Deal, positions: dict[int, tuple[int, int]]) -> None:
         self._next = samples + self.rank
-        self._own = {i: Lane(deque(), deque(), *places[i]) for i in self._lanes_from(samples)}
+        self._own = {i: Lane(deque(), deque(), *positions[i]) for i in self._lanes_from(samples)}
         self._deals = deque([deal])
         self._windows = self._deal_windows(deal)
 
     def _lanes_from(self, samples: int) -> range:
-        """This rank's lanes when the run goes on after `samples` of them, which other world sizes may have dealt."""
+        """This rank's lanes after `samples` samples, whatever world size used them."""
         return range((samples + self.rank) % self.world_size, self._lanes, self.world_size)
 
     def _sample(self, number: int) -> npt.NDArray[np.int32]:
@@ -138,7 +138,7 @@ class StreamSamples:
         return lane.take(self.seq_len)
 
     def _deal_windows(self, deal: Deal) -> Iterator[Window]:
-        """Deal window after window: each document goes to the lane that was dealt the fewest bytes so far."""
+        """Deal windows: each document goes to the lane with the fewest bytes so far."""
         number, loads = deal.document, list(deal.loads)
         for window in self.order.windows(deal.start, self.epochs):
             self._deals.append(Deal(window.start, number, list(loads)))
@@ -162,14 +162,14 @@ class StreamSamples:
         if number < self._lanes:
             return DataError(
                 f"the data holds too few documents for data.lanes: {self._lanes}; lower data.lanes, "
-                "or set data.epochs: null to go over the data again and again"
+                "or set data.epochs: null to repeat the data"
             )
         return end_of_data(number, self.seq_len, self.epochs)
 
 
 def merge_stream_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The places of all ranks' lanes, and the earliest dealing any of them needs."""
-    lanes = {lane: place for state in states for lane, place in state["lanes"].items()}
+    """Join the positions of all ranks' lanes, and the earliest deal that any of them needs."""
+    lanes = {lane: position for state in states for lane, position in state["lanes"].items()}
     return {**min(states, key=lambda state: state["deal"]["document"]), "lanes": lanes}
 
 

@@ -1,4 +1,4 @@
-"""Uniform random tokens, a function of the seed and the sample's number: no model can score below ln V on them."""
+"""Uniform random tokens, a function of the seed and the sample's number. No model reaches a loss below ln V on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINING, VALIDATION = 0, 1
 
 
 class SyntheticSamples:
-    """This rank's samples of noise."""
+    """The synthetic samples of one rank."""
 
     is_synthetic = True
 
@@ -37,7 +37,7 @@ class SyntheticSamples:
 
 
 def noise(config: Config, split: int, number: int) -> npt.NDArray[np.int32]:
-    """One sample; Philox takes its key as it is, so any sample is reached at once."""
+    """One sample. Philox is keyed by its number, so any sample is available at once."""
     key = np.array([config.train.seed, 2 * number + split], np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key))
     return generator.integers(0, config.vocab_size, config.train.seq_len + 1, dtype=np.int32)

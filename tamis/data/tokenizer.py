@@ -1,6 +1,6 @@
-"""Text to token ids and back: GPT-2's byte pairs, from the ranks shipped with the package, and plain bytes.
+"""Tokenizers: GPT-2's byte pairs, from the ranks shipped with the package, and plain bytes.
 
-End-of-text is the last id of either vocabulary; text that spells `<|endoftext|>` is ordinary text to both.
+End-of-text is the last id of both vocabularies. The characters `<|endoftext|>` in a text are ordinary text to both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ByteTokenizer:
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken."""
+    """GPT-2's byte-pair encoding, computed by tiktoken."""
 
     name = "gpt2"
     eot = 50256
@@ -73,7 +73,7 @@ class Gpt2Tokenizer:
         )
 
     def encode(self, text: str) -> TokenIds:
-        # No special token is recognised in text: a document cannot forge its own end.
+        # Special tokens in text are not recognised, so that a document cannot fake its own end.
         ids = self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return ids.astype(np.uint16)
 
@@ -86,7 +86,7 @@ class Gpt2Tokenizer:
 
 @functools.cache
 def tokenizer_for(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names."""
+    """The tokenizer of `data.tokenizer`."""
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
@@ -95,7 +95,7 @@ def tokenizer_for(name: str) -> Tokenizer:
 
 
 def with_end_of_text(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """A document's tokens, end-of-text first: it ends the document before and tells the model that a new one begins."""
+    """A document's tokens after an end-of-text token, which separates it from the document before."""
     return np.concatenate([np.array([tokenizer.eot], np.uint16), tokenizer.encode(text)])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tamis.data.check import check
+from tamis.data.check import run_data_check
 from tamis.data.prepare import prepare
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of
@@ -24,7 +24,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def checked(config, batches: int = 3, **options) -> tuple[int, str]:
     lines: list[str] = []
-    return check(config, batches, say=lines.append, **options), "\n".join(lines)
+    return run_data_check(config, batches, say=lines.append, **options), "\n".join(lines)
 
 
 def test_good_data_passes_and_shows_its_text():

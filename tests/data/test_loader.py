@@ -174,7 +174,7 @@ def test_counting_cannot_beat_ln_v_on_synthetic_tokens():
 @pytest.fixture
 def stalled_source(monkeypatch):
     """Reading blocks until the test is over, as a dead network drive does."""
-    from tamis.data.files import LocalFiles
+    from tamis.data.local_files import LocalFiles
 
     released = threading.Event()
     read = LocalFiles.read

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tamis.config import Config, load_config
 from tamis.data import DataError, Loader, merge_states, open_loader, order
-from tamis.data.files import LocalFiles
+from tamis.data.local_files import LocalFiles
 from tamis.data.order import shuffled
 from tamis.data.prepare import prepare
 from tamis.data.stream import document_order

@@ -13,8 +13,8 @@ import pytest
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader, tokenizer_for, validation_batches
-from tamis.data.prepare import Progress, prepare
-from tamis.data.shards import damaged_shards, read_manifest
+from tamis.data.prepare import PrepareProgress, prepare
+from tamis.data.shards import damaged_shards, read_shard_manifest
 from tests.data.conftest import config_of, documents, write_corpus
 
 SHARD_TOKENS = 3000
@@ -63,7 +63,7 @@ def test_the_manifest_says_what_is_there(tmp_path, corpus):
     assert manifest["train_tokens"] == sum(s["tokens"] for s in manifest["shards"] if s["split"] == "train")
     assert all(len(shard["sha256"]) == 64 for shard in manifest["shards"])
     assert damaged_shards(tmp_path / "out") == []
-    assert "1 records unreadable, 1 empty" in read_manifest(tmp_path / "out").summary
+    assert "1 records unreadable, 1 empty" in read_shard_manifest(tmp_path / "out").summary
 
 
 def test_threads_and_repeats_do_not_change_a_byte(tmp_path, corpus):
@@ -106,7 +106,7 @@ def test_killed_and_repeated_it_ends_with_the_same_bytes(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert kills == 3
-    assert not read_manifest(out).complete
+    assert not read_shard_manifest(out).complete
     with pytest.raises(DataError, match="not finished"):
         open_loader(shards(out))
     prepare(config, out, shard_tokens=SHARD_TOKENS)
@@ -114,7 +114,7 @@ def test_killed_and_repeated_it_ends_with_the_same_bytes(tmp_path):
 
 
 def test_progress_is_reported_up_to_the_end(tmp_path, corpus):
-    reports: list[Progress] = []
+    reports: list[PrepareProgress] = []
     manifest = prepare(local(corpus), tmp_path / "out", report=reports.append)
     last = reports[-1]
     assert (last.files_done, last.files, last.documents) == (3, 3, 60)
@@ -145,20 +145,20 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
 
 
 def test_a_full_disk_loses_nothing_and_says_so(tmp_path, corpus, monkeypatch):
-    from tamis.data import shard_writer as module
+    from tamis.data import prepare as module
 
-    settle, calls = module._settle, []
+    publish, calls = module._publish, []
 
     def full(temporary: Path, final: Path) -> None:
         calls.append(final)
         if len(calls) == 7:
             raise OSError(28, "No space left on device")
-        settle(temporary, final)
+        publish(temporary, final)
 
-    monkeypatch.setattr(module, "_settle", full)
-    with pytest.raises(DataError, match=r"No space left.*same command goes on"):
+    monkeypatch.setattr(module, "_publish", full)
+    with pytest.raises(DataError, match=r"No space left.*same command continues"):
         prepare(local(corpus), tmp_path / "out", shard_tokens=500)
-    assert len(read_manifest(tmp_path / "out").shards) >= 2
+    assert len(read_shard_manifest(tmp_path / "out").shards) >= 2
     prepare(local(corpus), tmp_path / "out", shard_tokens=500)
     prepare(local(corpus), tmp_path / "fresh", shard_tokens=500)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")

@@ -1,6 +1,6 @@
-"""Documents out of local files: parquet, JSONL (also .gz) and plain text, one record at a time, from any record on.
+"""Documents of local files: parquet, JSONL (also .gz) and plain text, one record at a time, from any record on.
 
-A record is the UTF-8 bytes of a document, None where there is nothing (a blank line, a null), or what is wrong with it.
+A record is the UTF-8 bytes of a document, None if it is empty (a blank line, a null), or a BadRecord with the reason.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class LocalFiles:
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """What must stay the same for a position in these files to keep its meaning."""
+        """Names and sizes; a stored position is valid only while they stay the same."""
         return [[name, size] for name, size in zip(self.names, self.sizes, strict=True)]
 
     def place(self, file: int, number: int) -> str:
         return f"{self.files[file]}:{number + 1}"
 
     def read(self, file: int, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """The records of one file with their numbers, from number `start` on."""
+        """Yield the records of one file with their numbers, from number `start` on."""
         path = self.files[file]
         if path.name.endswith(PARQUET):
             return enumerate(read_parquet(path, self.text_column, start), start)
@@ -71,7 +71,7 @@ def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Recor
 
 
 def parquet_records(content: BinaryIO, text_column: str, start: int, name: str) -> Iterator[Record]:
-    """The records of an open parquet file from number `start` on, all read in this thread: no other may outlive it."""
+    """Yield the records of an open parquet file from number `start` on, read in this thread alone."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(content, pre_buffer=False) as file:
@@ -95,7 +95,7 @@ def row_groups_from(metadata: object, start: int) -> tuple[list[int], int]:
 
 
 def column_records(column: object) -> Iterator[Record]:
-    """The values of an Arrow string column as raw bytes, so that one bad byte does not spoil its neighbours."""
+    """Yield the values of an Arrow string column as raw bytes, so that invalid UTF-8 affects one record only."""
     import pyarrow as pa
 
     kind = column.type  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def check_column(text_column: str, names: list[str], where: str) -> None:
 
 
 def read_jsonl(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
-    """One record per line, so that a record's number is its line."""
+    """Yield one record per line, so that a record's number is its line."""
     for line in itertools.islice(_lines(path), start, None):
         yield _json_record(line, text_column)
 
@@ -141,7 +141,7 @@ def _json_record(line: bytes, text_column: str) -> Record:
 
 
 def read_text(path: Path) -> Iterator[Record]:
-    """Documents end at a line `<|endoftext|>`; a long stretch without is cut at a blank line. Nothing is lost."""
+    """Yield documents, which end at a line `<|endoftext|>`; longer text is cut at a blank line. No text is lost."""
     piece, size = [], 0
     mark = END_OF_TEXT.encode()
     for line in _lines(path):
@@ -160,7 +160,7 @@ def _list_files(path: Path) -> list[Path]:
     known = PARQUET + JSONL + TEXT
     if path.is_file():
         if not path.name.endswith(known):
-            raise DataError(f"data.local_path {path} is of no known kind: {', '.join(known)}")
+            raise DataError(f"data.local_path {path} is no known kind of file: {', '.join(known)}")
         return [path]
     if not path.is_dir():
         raise DataError(f"data.local_path {path} does not exist")

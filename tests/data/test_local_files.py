@@ -10,7 +10,7 @@ import pytest
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader
-from tamis.data.files import TEXT_PIECE_BYTES, LocalFiles, read_text
+from tamis.data.local_files import TEXT_PIECE_BYTES, LocalFiles, read_text
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of, documents
 
@@ -109,7 +109,7 @@ def test_an_unreadable_line_stops_with_its_place_or_is_counted(tmp_path, line, r
     with pytest.raises(DataError, match=rf"a\.jsonl:4: ({reason}).*data\.on_bad_record"):
         read_some(path)
     loader = read_some(path, data_on_bad_record="skip")
-    assert "unreadable records passed over" in loader.description
+    assert "unreadable records skipped" in loader.description
     assert "a.jsonl:4" in loader.description
 
 
@@ -121,7 +121,7 @@ def test_invalid_utf8_in_parquet_is_named_and_its_neighbours_are_kept(tmp_path):
     pq.write_table(pa.table({"text": array}), path)
     with pytest.raises(DataError, match=r"a\.parquet:10: invalid UTF-8"):
         read_some(path)
-    assert "passed over" in read_some(path, data_on_bad_record="skip").description
+    assert "records skipped" in read_some(path, data_on_bad_record="skip").description
 
 
 def test_empty_documents_and_nulls_are_counted_and_leave_no_token(tmp_path):
