@@ -1,4 +1,4 @@
-"""True parameter count and exact FLOPs per token, from the configuration alone. No torch here.
+"""True parameter count and exact FLOPs per token, from the configuration alone. No torch.
 
 A matrix product of `[m,k]` by `[k,n]` counts 2·m·k·n; backward counts twice forward. Tests hold both counts to the
 model's own.

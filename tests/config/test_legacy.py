@@ -1,4 +1,4 @@
-"""The runbooks' variables and flags: each one has an effect and says it, none is ignored, none is misread."""
+"""The runbooks' variables and flags: each has its effect, which is printed, and none is ignored."""
 
 import ast
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_every_variable_of_the_contract_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_a_variable_sets_its_key_and_says_so(name: str) -> None:
+def test_a_variable_sets_its_key_and_its_effect_is_printed(name: str) -> None:
     text, key, value = EFFECTS[name]
     request = parsed(**{name: text})
     (line,) = request.effects
@@ -66,12 +66,12 @@ def test_a_variable_sets_its_key_and_says_so(name: str) -> None:
         assert value_of(request.config, key) == value != value_of(parsed().config, key)
 
 
-def test_the_version_that_images_set_is_no_setting_of_nccl() -> None:
+def test_nccl_version_of_cuda_images_is_not_reported() -> None:
     assert variable_overrides({"NCCL_VERSION": "2.28.3-1"}) == ([], [])
 
 
 @pytest.mark.parametrize("name", [*PASSED_ON, "NCCL_P2P_DISABLE", "NCCL_ALGO"])
-def test_variables_of_others_are_said_and_passed_on(name: str) -> None:
+def test_variables_of_other_tools_are_printed_and_passed_on(name: str) -> None:
     overrides, effects = variable_overrides({name: "1"})
     assert overrides == []
     assert effects[0].startswith(f"{name}=1: ")
@@ -83,12 +83,12 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("NSA_ACCUM", "two"), ("NSA_ACCUM", "0"), ("NSA_DDP_COMPRESS", "int8")])
-def test_a_value_that_cannot_be_is_told_by_the_variables_name(name: str, text: str) -> None:
+def test_an_invalid_value_is_an_error_with_the_variables_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={text}: "):
         variable_overrides({name: text})
 
 
-def test_variables_at_odds_are_an_error_that_names_both() -> None:
+def test_contradicting_variables_are_an_error_that_names_both() -> None:
     with pytest.raises(ConfigError, match="NSA_SDPA_FLASH_ONLY and NSA_SDPA_NO_FLASH contradict"):
         variable_overrides({"NSA_SDPA_FLASH_ONLY": "1", "NSA_SDPA_NO_FLASH": "1"})
 
@@ -100,7 +100,7 @@ def test_a_switch_that_is_off_leaves_the_key_as_configured(name: str) -> None:
     assert "stays as configured" in effects[0]
 
 
-def test_an_empty_variable_is_as_good_as_none() -> None:
+def test_an_empty_variable_has_no_effect() -> None:
     assert variable_overrides({"NSA_LR": "", "NSA_ACCUM": ""})[0] == []
 
 
@@ -172,7 +172,7 @@ def test_the_config_comes_from_the_flag_then_the_variable_then_the_showcase(monk
     assert parse(["--config", SHOWCASE], {"CONFIG": other}).config_path == SHOWCASE
 
 
-def test_ddp_flag_holds_torchrun_to_what_was_meant() -> None:
+def test_the_ddp_flag_must_match_how_the_process_was_started() -> None:
     with pytest.raises(ConfigError, match="torchrun started 2"):
         parsed("--ddp", "0", WORLD_SIZE="2", RANK="0")
     with pytest.raises(ConfigError, match="needs torchrun"):
@@ -187,7 +187,7 @@ def test_noise_instead_of_data_is_refused_in_production() -> None:
         parse(["--config", production, "--synthetic-on-fail"], {})
 
 
-def test_the_document_of_variables_is_the_table() -> None:
+def test_the_page_of_variables_lists_the_table() -> None:
     rows = (ROOT / "docs" / "variables.md").read_text().splitlines()
     for name, variable in VARIABLES.items():
         key = f"`{variable.key}`" if variable.key else "–"

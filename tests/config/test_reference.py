@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the schema says."""
+"""docs/configuration.md matches the schema."""
 
 from pathlib import Path
 

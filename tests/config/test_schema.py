@@ -1,4 +1,4 @@
-"""The configuration is strict: what it accepts it means; what it refuses it names, with the nearest key there is."""
+"""The schema: wrong keys and values are errors that name the key, its values and the nearest known key."""
 
 import os
 import re
@@ -310,7 +310,7 @@ def test_the_m7c_files_hold_the_same_model(path: Path) -> None:
     assert (config.data.dataset, config.data.tokenizer) == ("fineweb_edu", "gpt2")
 
 
-def test_the_production_files_hold_what_the_runbooks_say() -> None:
+def test_the_production_files_hold_the_runbooks_values() -> None:
     plain, tuned = (load_config(path) for path in CONFIGS if "production" in path.stem)
     for config in (plain, tuned):
         train = config.train

@@ -62,7 +62,7 @@ def test_dense_flops_are_what_pytorch_counts_less_the_masked_keys(training: bool
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("overrides", NSA, ids=str)
-def test_nsa_flops_are_what_pytorch_counts_less_what_the_reference_does_beyond_need(
+def test_nsa_flops_are_what_pytorch_counts_less_the_references_extra_work(
     overrides: list[str], training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "QUERIES_AT_ONCE", {})  # one tile of queries, which then meets every key

@@ -76,7 +76,7 @@ def test_the_stream_check_passes_on_a_dataset_it_can_reach(tmp_path):
     assert "ok batch[0] lens: [513, 513, 513, 513]" in result.stdout
 
 
-def test_the_stream_check_fails_soon_and_names_the_remedies_when_the_hub_is_out_of_reach():
+def test_the_stream_check_fails_within_seconds_and_names_the_remedies_if_the_hub_is_unreachable():
     unreachable = "http://hub.invalid"  # .invalid never resolves, by RFC 2606
     result = run("scripts/datasets/check_fwe_stream.py", HF_ENDPOINT=unreachable, CONFIG="configs/m7c_125m_40g.yaml")
     assert result.returncode == 6, result.stdout + result.stderr
@@ -87,7 +87,7 @@ def test_the_stream_check_fails_soon_and_names_the_remedies_when_the_hub_is_out_
 
 
 @pytest.mark.parametrize(("override", "code"), [("data.epochs=1", 0), ("train.seq_len=1000000", 6)])
-def test_the_loader_alone_runs_with_a_config_and_tells_the_truth(tmp_path, override, code):
+def test_the_loader_script_reports_what_it_measured(tmp_path, override, code):
     config = tmp_path / "config.yaml"
     config.write_text("data: {dataset: sample, val_fraction: 0.05}\ntrain: {seq_len: 128, batch_size: 3}\n")
     result = run("scripts/datasets/fineweb_edu_loader.py", "--config", str(config), "--batches", "7", override)
@@ -96,7 +96,7 @@ def test_the_loader_alone_runs_with_a_config_and_tells_the_truth(tmp_path, overr
     assert ("data.lanes" in result.stdout) == (code == 6)
 
 
-def test_the_loader_alone_refuses_an_unknown_key():
+def test_the_loader_script_refuses_an_unknown_key():
     result = run("scripts/datasets/fineweb_edu_loader.py", "--config", "missing.yaml")
     assert result.returncode == 2
     assert "missing.yaml does not exist" in result.stderr

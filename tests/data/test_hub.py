@@ -75,13 +75,13 @@ def first_batches(config: Config, count: int) -> np.ndarray:
         loader.close()
 
 
-def test_the_subset_of_the_card_is_read_as_the_same_files_are_locally(repository):
+def test_a_hub_subset_gives_the_same_batches_as_its_files_do_locally(repository):
     config = hub_config(repository)
     assert "4 files" in open_loader(config).description
     assert np.array_equal(first_batches(config, 20), first_batches(local_config(config, repository), 20))
 
 
-def test_the_default_subset_is_another_one(repository):
+def test_another_subset_gives_other_documents(repository):
     assert "1 files" in open_loader(hub_config(repository, data_hub_subset="default")).description
 
 
@@ -113,7 +113,7 @@ def test_held_out_documents_come_from_the_hub_too(repository):
     assert np.array_equal(held_out, np.concatenate(validation_batches(local_config(config, repository))))
 
 
-def test_a_wrong_subset_or_column_is_an_error_that_names_what_there_is(repository):
+def test_a_wrong_subset_or_column_is_an_error_that_names_the_existing_ones(repository):
     with pytest.raises(DataError, match=r"no column 'body'.*data\.text_column"):
         open_loader(hub_config(repository, data_text_column="body"))
 
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_an_error_that_names_it(repository, tmp_path):
         first_batches(hub_config(folder), 200)
 
 
-def test_a_read_that_breaks_off_goes_on_at_the_record_that_was_to_come(repository, monkeypatch):
+def test_an_interrupted_read_continues_with_the_next_record(repository, monkeypatch):
     source = open_hub(hub_config(repository).data)
     expected, records, calls = list(source.read(0)), source._records, []
 
@@ -145,7 +145,7 @@ def test_a_read_that_breaks_off_goes_on_at_the_record_that_was_to_come(repositor
     assert calls == [0, 7, 14, 21, 28, 35]
 
 
-def test_a_network_that_never_comes_back_is_an_error_after_the_pauses(repository, monkeypatch):
+def test_a_lasting_network_failure_is_an_error_after_the_retries(repository, monkeypatch):
     source, pauses = open_hub(hub_config(repository).data), []
 
     def dead(file: int, start: int):
@@ -212,7 +212,7 @@ def test_over_http_only_the_subset_is_fetched_and_the_batches_are_the_same(repos
     assert not any("resolve" in request and "/data/" in request for request in hub.requests)
 
 
-def test_a_network_that_drops_reads_costs_time_but_no_document(repository, tmp_path):
+def test_dropped_reads_lose_no_document(repository, tmp_path):
     config = hub_config(NAME)
     with FakeHub(repository, NAME) as hub:
         hub.dropped_reads = range(4, 20)

@@ -1,4 +1,4 @@
-"""The loader: prefetching that no position shows, ends and delays that are errors, noise only when asked for."""
+"""The loader: positions exclude prefetched batches, ends and delays are errors, noise comes only on request."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_batches_have_the_promised_shape(corpus):
     assert batch.fetch_s > 0
 
 
-def test_the_position_ignores_what_was_prefetched(corpus):
+def test_the_position_excludes_prefetched_batches(corpus):
     config = local(corpus, data_epochs=None, data_prefetch_batches=8)
     loader = open_loader(config)
     loader.next()
@@ -45,7 +45,7 @@ def test_the_position_ignores_what_was_prefetched(corpus):
         assert np.array_equal(loader.next().tokens, resumed.next().tokens)
 
 
-def test_the_depth_of_prefetching_changes_nothing(corpus):
+def test_the_prefetch_depth_changes_no_batch(corpus):
     shallow, deep = (all_batches(open_loader(local(corpus, data_prefetch_batches=n))) for n in (1, 50))
     assert shallow[1] == deep[1]
     assert np.array_equal(np.stack(shallow[0]), np.stack(deep[0]))
@@ -70,7 +70,7 @@ def test_two_epochs_are_about_twice_as_long(corpus):
     assert 1.7 * once < twice < 2.4 * once
 
 
-def test_too_few_documents_for_the_lanes_say_so(tmp_path):
+def test_too_few_documents_for_the_lanes_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     with pytest.raises(DataError, match=r"too few documents for data\.lanes: 4"):
         open_loader(local(tmp_path)).next()
@@ -90,7 +90,7 @@ def test_a_source_that_stalls_is_an_error_after_the_timeout(corpus, stalled_sour
         loader.next()
 
 
-def test_noise_replaces_a_stalled_source_only_when_asked_for_and_brands_the_run(corpus, stalled_source):
+def test_noise_replaces_a_stalled_source_only_on_request_and_marks_the_run(corpus, stalled_source):
     loader = open_loader(local(corpus, data_loader_timeout_s=0.3, data_synthetic_on_fail=True))
     assert not loader.is_synthetic
     loader.next()
@@ -99,7 +99,7 @@ def test_noise_replaces_a_stalled_source_only_when_asked_for_and_brands_the_run(
     assert "no batch within" in loader.description
 
 
-def test_noise_replaces_missing_data_only_when_asked_for(tmp_path):
+def test_noise_replaces_missing_data_only_on_request(tmp_path):
     with pytest.raises(DataError):
         open_loader(local(tmp_path / "missing"))
     loader = open_loader(local(tmp_path / "missing", data_synthetic_on_fail=True))
@@ -107,7 +107,7 @@ def test_noise_replaces_missing_data_only_when_asked_for(tmp_path):
     assert "does not exist" in loader.description
 
 
-def test_one_ranks_noise_brands_the_position_of_all(corpus):
+def test_noise_on_one_rank_marks_the_merged_position(corpus):
     config = local(corpus, data_epochs=None, data_synthetic_on_fail=True)
     loaders = [open_loader(config, rank=rank, world_size=2) for rank in range(2)]
     loaders[0].substitute_noise("for this test")
@@ -139,7 +139,7 @@ def test_closing_ends_the_background_thread(corpus):
     assert threading.active_count() == before
 
 
-def test_waits_are_summed_up_as_percentiles(corpus):
+def test_waits_are_summarised_as_percentiles(corpus):
     loader = open_loader(local(corpus, data_epochs=None))
     assert loader.fetch_percentiles() == (0.0, 0.0)
     waits = sorted(loader.next().fetch_s for _ in range(21))
@@ -157,7 +157,7 @@ def test_synthetic_tokens_are_uniform_over_the_vocabulary():
     assert 150 < chi_squared < 380  # 256 degrees of freedom: mean 256, standard deviation 23
 
 
-def test_synthetic_validation_is_not_what_was_trained_on():
+def test_synthetic_validation_differs_from_synthetic_training():
     config = config_of(data_dataset="synthetic")
     loader = open_loader(config)
     trained = {row.tobytes() for _ in range(100) for row in loader.next().tokens[0]}

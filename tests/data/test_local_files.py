@@ -102,7 +102,7 @@ def test_a_folder_is_read_with_its_subfolders_but_not_hidden_files(tmp_path):
         (rb'{"text": "\ud800"}', "invalid Unicode"),
     ],
 )
-def test_an_unreadable_line_stops_with_its_place_or_is_counted(tmp_path, line, reason):
+def test_an_unreadable_line_stops_with_file_and_line_or_is_counted(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     good = [json.dumps({"text": text}).encode() for text in documents(20)]
     path.write_bytes(b"\n".join([*good[:3], line, *good[3:]]) + b"\n")
@@ -157,7 +157,7 @@ def test_a_truncated_gzip_file_is_an_error_that_names_it(tmp_path):
         read_some(path)
 
 
-def test_a_missing_column_names_the_key_and_the_columns_there_are(tmp_path):
+def test_a_missing_column_names_the_key_and_the_existing_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", documents(5))
     with pytest.raises(DataError, match=r"no column 'body': set data\.text_column to one of text"):
         read_some(tmp_path, data_text_column="body")

@@ -164,7 +164,7 @@ def test_each_pass_over_shards_has_its_own_order_of_samples(corpus):
     assert [tuple(row.tolist()) for row in other_seed] != first
 
 
-def test_lanes_that_the_processes_cannot_share_are_refused(corpus):
+def test_lanes_that_are_no_multiple_of_the_processes_are_refused(corpus):
     config = config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus), data_lanes=4)
     with pytest.raises(DataError, match=r"data\.lanes is 4.*multiple of the 3 processes"):
         open_loader(config, rank=0, world_size=3)
@@ -238,7 +238,7 @@ def training_texts(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 2), (1, 4)])
-def test_a_stream_goes_on_with_another_world_size_after_any_number_of_samples(before: int, after: int) -> None:
+def test_a_stream_resumes_with_another_world_size_after_any_number_of_samples(before: int, after: int) -> None:
     """Also where the samples so far are no multiple of the new world size, so that ranks change lanes."""
 
     def config() -> Config:

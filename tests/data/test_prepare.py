@@ -1,4 +1,4 @@
-"""Preparing shards: the same bytes for any number of threads, killed or not, and nothing doubtful is used."""
+"""Preparing shards: the same bytes for any number of threads and after any kill; damaged shards are refused."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_every_document_is_in_the_shards_in_order_with_its_end_of_text(tmp_path)
     assert 30 < len(found["val"]) < 90
 
 
-def test_the_manifest_says_what_is_there(tmp_path, corpus):
+def test_the_manifest_lists_every_shard(tmp_path, corpus):
     (corpus / "part-9.jsonl").write_text('{"text": ""}\nnot json\n')
     prepare(local(corpus, data_on_bad_record="skip"), tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -89,7 +89,7 @@ prepare.prepare(load_config(sys.argv[1]), sys.argv[2], workers=2, shard_tokens=3
 """
 
 
-def test_killed_and_repeated_it_ends_with_the_same_bytes(tmp_path):
+def test_prepare_after_a_kill_ends_with_the_same_bytes(tmp_path):
     write_corpus(tmp_path / "corpus", documents(2000), files=3)
     config = local(tmp_path / "corpus")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -136,7 +136,7 @@ def test_a_source_without_documents_is_an_error(tmp_path):
         prepare(local(tmp_path / "empty.jsonl"), tmp_path / "out")
 
 
-def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
+def test_a_second_prepare_in_one_folder_is_refused(tmp_path, corpus):
     from tamis.data.prepare import _locked
 
     (tmp_path / "out").mkdir()
@@ -144,7 +144,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path, corpus):
         prepare(local(corpus), tmp_path / "out")
 
 
-def test_a_full_disk_loses_nothing_and_says_so(tmp_path, corpus, monkeypatch):
+def test_a_full_disk_keeps_finished_shards_and_is_reported(tmp_path, corpus, monkeypatch):
     from tamis.data import prepare as module
 
     publish, calls = module._publish, []

@@ -55,7 +55,7 @@ def test_an_unknown_tokenizer_names_the_key():
         tokenizer_for("bert")
 
 
-def test_damaged_ranks_are_found_out(tmp_path, monkeypatch):
+def test_damaged_ranks_are_detected(tmp_path, monkeypatch):
     from tamis.data import tokenizer
 
     damaged = tmp_path / "r50k_base.tiktoken"

@@ -35,7 +35,7 @@ def test_no_held_out_document_is_trained_on_and_none_is_in_neither(tmp_path):
     assert 0.1 < len(held_out) / len(texts) < 0.3
 
 
-def test_copies_of_a_document_fall_on_the_same_side(tmp_path):
+def test_copies_of_a_document_land_in_the_same_split(tmp_path):
     texts = documents(100, longest=40)
     write_corpus(tmp_path, texts + texts, files=2)
     config = local(tmp_path, data_lanes=1, data_val_fraction=0.2, train_eval_batches=500, train_batch_size=1)
@@ -65,7 +65,7 @@ def test_validation_is_the_same_every_time_and_for_every_world_size(tmp_path, da
     assert np.array_equal(together, np.concatenate(alone))
 
 
-def test_when_little_is_held_out_every_rank_still_gets_equally_much(tmp_path):
+def test_with_little_held_out_text_every_rank_gets_equally_many_samples(tmp_path):
     write_corpus(tmp_path, documents(60), files=1)
     config = local(tmp_path, data_val_fraction=0.1, train_eval_batches=1000, train_batch_size=4)
     counts = [[len(b) for b in validation_batches(config, rank=r, world_size=4)] for r in range(4)]
@@ -80,7 +80,7 @@ def test_too_little_held_out_is_an_error_that_names_the_keys(tmp_path):
         validation_batches(local(tmp_path, train_seq_len=500))
 
 
-def test_where_noise_may_replace_the_data_there_is_no_validation_on_noise(tmp_path):
+def test_failed_data_that_noise_replaces_has_no_validation(tmp_path):
     assert validation_batches(local(tmp_path / "missing", data_synthetic_on_fail=True)) == []
     with pytest.raises(DataError, match="does not exist"):
         validation_batches(local(tmp_path / "missing"))
