@@ -46,7 +46,7 @@ def assert_same_state(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_checkpoint_survives_the_way_there_and_back(
+def test_a_checkpoint_is_unchanged_after_conversion_both_ways(
     tmp_path: Path, checkpoints: dict[Kind, Path], kind: Kind
 ) -> None:
     there = convert_checkpoint(checkpoints[kind], tmp_path / "there" / "checkpoint_step2.pt", OTHER[kind])
@@ -58,7 +58,7 @@ def test_a_checkpoint_survives_the_way_there_and_back(
 
 
 @pytest.mark.parametrize(("kind", "parallel", "world_size"), [("file", "fsdp", 4), ("folder", "ddp", 2)])
-def test_a_run_goes_on_from_the_other_kind_with_the_same_loss(
+def test_a_run_resumes_from_the_other_kind_with_the_same_loss(
     tmp_path: Path, checkpoints: dict[Kind, Path], kind: Kind, parallel: str, world_size: int
 ) -> None:
     """Each kind is loaded as it is by the other way of training, and on another number of processes."""
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_the_other_kind_with_the_same_loss(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_plain_weights_are_those_of_the_checkpoint_with_its_configuration(
+def test_exported_weights_equal_the_checkpoint_and_carry_its_configuration(
     tmp_path: Path, checkpoints: dict[Kind, Path], kind: Kind
 ) -> None:
     target = convert_checkpoint(checkpoints[kind], tmp_path / "model.safetensors", "safetensors")
@@ -90,7 +90,7 @@ def test_plain_weights_are_those_of_the_checkpoint_with_its_configuration(
     assert json.loads(about["tamis_config"]) == state["config"] and about["tamis_step"] == "2"
 
 
-def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path, checkpoints: dict[Kind, Path]) -> None:
+def test_an_impossible_conversion_is_refused_with_the_reason(tmp_path: Path, checkpoints: dict[Kind, Path]) -> None:
     source = checkpoints["file"]
     with pytest.raises(ValueError, match="must be one of file, folder, safetensors"):
         convert_checkpoint(source, tmp_path / "x", "zip")  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
         load_checkpoint(run.checkpoint(6), config_of(run.path, parallel), CPU)
 
 
-def test_auto_resume_passes_over_the_damaged_one_and_trains_the_same(
+def test_auto_resume_skips_a_damaged_checkpoint_and_trains_the_same(
     tmp_path: Path, trained: dict[str, RunDirectory]
 ) -> None:
     run = copied(trained["ddp"], tmp_path / "run")

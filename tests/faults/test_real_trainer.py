@@ -133,7 +133,7 @@ def told_to_stop(server, tmp_path_factory) -> dict[str, tuple[RealTrainer, int]]
 
 
 @pytest.mark.parametrize("part", ["step", "first step, as a compiler does", "wait for data", "evaluation", "save"])
-def test_term_ends_a_trainer_within_its_deadline_wherever_it_is(told_to_stop, server, unbroken, part: str) -> None:
+def test_term_ends_a_trainer_within_its_deadline_in_every_phase(told_to_stop, server, unbroken, part: str) -> None:
     trainer, code = told_to_stop[part]
     assert code == 4, trainer.output()
     assert "SIGTERM received" in trainer.output()
@@ -162,7 +162,7 @@ def test_the_watchdog_stops_a_trainer_that_really_stalls_and_it_resumes_exactly(
     assert_same_end(finish(server, config).run, unbroken)
 
 
-def test_stacks_asked_for_before_the_trainer_can_give_any_do_not_end_it(tmp_path) -> None:
+def test_usr1_during_startup_does_not_end_the_trainer(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(tiny_real_config(tmp_path / "out", steps=2, eval_every=0).to_yaml())
     command = [sys.executable, "-u", str(ROOT / "scripts" / "train_showcase.py"), "--config", "config.yaml"]
     with subprocess.Popen(

@@ -53,5 +53,5 @@ def test_the_eta_is_the_median_step_and_unknown_before_the_first() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0m00s"), (59.6, "1m00s"), (3599, "59m59s"), (7261, "2h01m")])
-def test_durations_read_naturally(seconds: float, text: str) -> None:
+def test_durations_are_formatted_as_minutes_or_hours(seconds: float, text: str) -> None:
     assert duration(seconds) == text

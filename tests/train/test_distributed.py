@@ -121,7 +121,7 @@ def test_four_processes_compute_the_gradient_and_loss_of_one(tmp_path: Path, alo
         assert_same(load_file(tmp_path / f"{name}.safetensors"), alone, tolerance=1e-5)
 
 
-def test_ranks_exchange_whatever_json_holds_of_any_length(tmp_path: Path) -> None:
+def test_ranks_gather_json_values_of_any_length(tmp_path: Path) -> None:
     run_ranks(tmp_path, 3, gather_odd_facts, str(tmp_path))
 
 
@@ -145,5 +145,5 @@ def test_weight_sums_see_a_single_flipped_bit(tmp_path: Path) -> None:
     assert int((before != after).sum()) == 1
 
 
-def test_with_two_ranks_rank_0_is_the_usual_one() -> None:
+def test_with_two_ranks_the_reference_is_rank_0() -> None:
     assert most_common(["a", "b"]) == "a" and most_common(["a", "b", "b"]) == "b"

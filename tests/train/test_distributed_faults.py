@@ -140,7 +140,7 @@ def test_nan_on_one_rank_stops_all_with_5_before_it_touches_a_weight(tmp_path: P
     assert latest_valid_checkpoint(run) == 5
 
 
-def test_weights_that_leave_the_others_are_seen_within_the_check_and_named(tmp_path: Path) -> None:
+def test_a_rank_whose_weights_differ_is_named_at_the_next_check(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     running = expect(tmp_path, [5, 5], with_other_weights, config)
     for rank in (0, 1):
@@ -166,7 +166,7 @@ def with_an_error_beside_a_stuck_peer(config: Config, kind: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "said"), [("handled", "error on rank 1: "), ("unhandled", "an illegal memory access")]
 )
-def test_a_rank_that_fails_leaves_without_waiting_for_its_peers(tmp_path: Path, kind: str, said: str) -> None:
+def test_a_rank_that_fails_exits_without_waiting_for_its_peers(tmp_path: Path, kind: str, said: str) -> None:
     with ranks(tmp_path / "ranks", 2, with_an_error_beside_a_stuck_peer, config_of(tmp_path), kind) as running:
         wait_until(lambda: not running.processes[ODD].is_alive(), "the rank that failed is gone")
         assert running.processes[ODD].exitcode == 1, running.output()
@@ -210,7 +210,7 @@ def with_data_lost_at_step_8(config: Config) -> int:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_data_lost_on_one_rank_ends_all_with_6_and_the_resumed_run_is_as_if_unbroken(
+def test_data_lost_on_one_rank_ends_all_with_6_and_the_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, parallel: str
 ) -> None:
     config = config_of(tmp_path, f"runtime.parallel={parallel}")
@@ -225,7 +225,7 @@ def test_data_lost_on_one_rank_ends_all_with_6_and_the_resumed_run_is_as_if_unbr
     assert losses(run) == losses(RunDirectory(unbroken.train.out_dir))
 
 
-def test_data_that_ends_is_saved_and_every_rank_says_that_another_try_would_not_help(tmp_path: Path) -> None:
+def test_the_end_of_the_data_is_saved_and_marked_as_lasting_on_every_rank(tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text((json.dumps({"text": "A few words, and no more. " * 20}) + "\n") * 8)
     finite = [f"data.local_path={few}", "data.dataset=fineweb_edu_local", "data.epochs=1", "data.val_fraction=0"]

@@ -1,4 +1,4 @@
-"""Numbers no honest run can show stop it, by name; noise that fp16 makes while it finds its scale does not."""
+"""Impossible metrics stop a run; single skipped steps of fp16 do not."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_fp16_may_skip_steps_but_not_twenty_in_a_row() -> None:
             scaled.check(step, 2.0, NAN)
 
 
-def test_predicting_random_tokens_is_a_leak() -> None:
+def test_a_loss_below_ln_v_on_random_tokens_stops_the_run() -> None:
     floor = math.log(50257)
     honest = guard(synthetic=True)
     honest.check(1, floor - 0.05, 1.0)  # a batch's sampling noise

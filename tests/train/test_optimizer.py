@@ -99,7 +99,7 @@ def test_accumulation_equals_one_big_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(small.weights()[name], weight, rtol=1e-4, atol=2e-5)
 
 
-def test_gate_statistics_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+def test_gate_statistics_average_all_micro_batches(tmp_path: Path) -> None:
     ways = (["train.batch_size=4"], ["train.batch_size=1", "train.accumulate_grad_batches=4"])
     measured = []
     for way in ways:
@@ -111,7 +111,7 @@ def test_gate_statistics_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(*measured, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_norm_is_that_before_clipping_and_clipping_keeps_to_its_limit(tmp_path: Path) -> None:
+def test_the_gradient_norm_is_measured_before_clipping_and_clipping_respects_its_limit(tmp_path: Path) -> None:
     trainer = Trainer(tiny(tmp_path, "train.grad_clip=0.01"))
     optimizer_step, seen = trainer.step.optimizer, {}
     original = optimizer_step.optimizer.step
@@ -140,7 +140,7 @@ def nan_with_a_finite_gradient(loss: Any) -> Any:
 
 @pytest.mark.parametrize("broken", ["gradient", "loss", "data"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_what_is_not_finite_or_not_data_changes_no_weight_and_no_moment(
+def test_a_non_finite_or_missing_batch_changes_no_weight_and_no_moment(
     tmp_path: Path, broken: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tiny(tmp_path, f"runtime.precision={precision}", "runtime.scaler_init_scale=8.0"))
@@ -166,7 +166,7 @@ def test_what_is_not_finite_or_not_data_changes_no_weight_and_no_moment(
 
 
 def test_norm_weights_move_in_bf16_training(tmp_path: Path) -> None:
-    """Steps of 1e-4 vanish beside a bf16 1.0, whose neighbours are 0.004 away; fp32 master weights keep them."""
+    """Steps of 1e-4 vanish when added to a bf16 1.0, whose neighbours are 0.004 away; fp32 master weights keep them."""
     trainer = Trainer(tiny(tmp_path, "runtime.precision=bf16", "train.lr=1.0e-4", "train.warmup_steps=0"))
     trainer(1)
     for name, weight in trainer.weights().items():

@@ -62,7 +62,7 @@ def killed_at(config: Config, step: int, delay_s: float) -> int:
     return main.train_config(config, "auto")
 
 
-def test_a_run_killed_ten_times_ends_bit_identical_to_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_killed_ten_times_ends_bit_identical_to_an_uninterrupted_one(tmp_path: Path) -> None:
     unbroken, broken = killed_config(tmp_path / "unbroken"), killed_config(tmp_path / "broken")
     run_ranks(tmp_path / "logs", 1, train_rank, unbroken)
     run, dice = RunDirectory(broken.train.out_dir), random.Random(7)
@@ -129,7 +129,7 @@ def losses(run: RunDirectory) -> list[float]:
     return [float(row[1]) for row in rows(run.training_csv)[1:]]
 
 
-def test_a_finished_run_has_nothing_to_resume_and_says_so(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "run", "train.steps=3")
     run_ranks(tmp_path / "first", 1, train_rank, config)
     before = RunDirectory(config.train.out_dir).training_csv.read_text()

@@ -16,7 +16,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_an_honest_model_passes_and_the_log_says_so(config, attention, tmp_path, capsys) -> None:
+def test_a_causal_model_passes_and_the_log_records_it(config, attention, tmp_path, capsys) -> None:
     config = tiny_config("runtime.precision=fp32", "runtime.device=cpu", f"model.attention={attention}")
     assert run_causality_tests(config, full=True, reports=tmp_path) == 0
     assert "Causality test: 3/3 passed" in capsys.readouterr().out

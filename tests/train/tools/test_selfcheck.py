@@ -19,7 +19,7 @@ def tiny(*overrides: str):
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_an_honest_model_passes(attention: str) -> None:
+def test_a_causal_model_passes(attention: str) -> None:
     results = selfcheck.selfcheck(tiny(f"model.attention={attention}"), CPU)
     assert [r.name for r in results] == ["causality", "loss on random tokens is not below ln V"]
     assert all(r.passed for r in results)
@@ -51,7 +51,7 @@ def test_a_kernel_that_disagrees_stops_training_with_its_name(monkeypatch: pytes
     assert caught.value.kind == "attention_mismatch"
 
 
-def test_training_proves_its_own_length_and_the_checks_an_odd_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_checks_the_trained_length_and_verify_an_odd_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[int] = []
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(selfcheck, "model_is_causal", lambda *_: [])
