@@ -66,6 +66,7 @@ def save_checkpoint(
 
 
 def save_file(run: RunDirectory, state: State, config: Config) -> Path:
+    run.require_held()
     path = run.checkpoint(state["step"])
     digests: list[str] = []
 

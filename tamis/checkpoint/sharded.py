@@ -40,12 +40,14 @@ def save_shards(run: RunDirectory, state: State, config: Config, is_main: bool, 
 
     def prepare() -> None:
         if is_main:
+            run.require_held()
             run.manifest(step).unlink(missing_ok=True)  # the old manifest must never describe the new bytes
             checkpoints.remove(temporary)
             temporary.mkdir()
 
     def publish() -> None:
         if is_main:
+            run.require_held()
             write_json_atomic(temporary / FACTS, {name: state[name] for name in state if name not in TENSORS})
             checkpoints.remove(path)
             os.replace(temporary, path)

@@ -171,12 +171,29 @@ class Train(Section):
     eval_batches: int = _count(20, "Validation batches per rank.", most=10**6)
     save_every: int = _count(5000, "Steps between checkpoints.")
     keep_checkpoints: int = _count(3, "Newest checkpoints to keep; 0: all.", least=0)
+    max_unsaved_steps: int | None = _key(
+        None,
+        "Steps that may stay unsaved while saves fail, before the run ends; null: 2 × save_every; 0: no limit.",
+        ge=0,
+        le=MOST_STEPS,
+    )
+    min_loss: float | None = _key(
+        None,
+        "Training loss below which a run stops as implausible; null: by tokenizer and data; 0: no limit.",
+        ge=0,
+        le=100,
+    )
     out_dir: Directory = _key("artifacts/m7c_125m", "Directory for everything the run writes.")
     tensorboard: bool = _key(True, "Write TensorBoard files to OUT/tb.")
     csv: bool = _key(True, "Write training.csv and val.csv.")
     aux_stats: bool = _key(True, "Gate statistics of every layer in heartbeat and TensorBoard.")
     sample_prompt: str | None = _key(None, "Text to continue after training; null: no sample.", max_length=100_000)
     max_memory_gb: float = _above_zero(60.0, "Memory limit per GPU; phase 2 fails above it.", most=1e5)
+
+    @property
+    def unsaved_steps_limit(self) -> int:
+        """The steps that may stay unsaved; 0: no limit."""
+        return 2 * self.save_every if self.max_unsaved_steps is None else self.max_unsaved_steps
 
 
 class Config(Section):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, EndOfData
+from tamis.run.files.directory import DirectoryReplaced
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint
 
@@ -27,7 +28,15 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 WIRE_DTYPE = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of gradients between ranks
 
 # Errors that `Ranks.together` raises on every rank. The first match is raised, so subclasses come before their bases.
-SHARED_ERRORS: tuple[type[Exception], ...] = (ConfigError, EndOfData, DataError, DamagedCheckpoint, RunLocked, OSError)
+SHARED_ERRORS: tuple[type[Exception], ...] = (
+    ConfigError,
+    EndOfData,
+    DataError,
+    DamagedCheckpoint,
+    RunLocked,
+    DirectoryReplaced,
+    OSError,
+)
 
 Result = TypeVar("Result")
 

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 -m tamis.train.main --config OUT/config.yaml --resum
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from tamis.config.size import flops_per_token, parameter_count
 from tamis.data import DataError, EndOfData
 from tamis.model import DTYPES
 from tamis.run.files.console import discard_unwritable_output, say, write
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.environment import describe_environment
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
@@ -84,11 +85,16 @@ def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> i
         return _train(trainer, resume, started)
     except (ConfigError, DamagedCheckpoint) as error:
         return _failed(trainer, ExitCode.USAGE, str(error))
+    except DirectoryReplaced as error:
+        trainer.telemetry.beat("failed", trainer.step, exit_code=int(ExitCode.USAGE), detail=str(error))
+        trainer.console.error(str(error))
+        return ExitCode.USAGE
     except DataError as error:
         lasting = isinstance(error, EndOfData)
         return _failed(trainer, ExitCode.DATA_FAILURE, f"the data failed: {error}", lasting)
     except Anomaly as anomaly:
-        write_text_atomic(trainer.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
+        with contextlib.suppress(OSError):
+            write_text_atomic(trainer.run.anomaly, f"{anomaly.kind}\n{anomaly}\n")
         return _failed(trainer, ExitCode.ANOMALY, f"{anomaly}; nothing was saved since")
     except torch.OutOfMemoryError:
         trainer.memory_dumps.write("out_of_memory", trainer.step + 1)
@@ -145,13 +151,15 @@ def _end_before_restart(run: RunDirectory, ranks: Ranks) -> int | None:
 
 def _train(trainer: Trainer, resume: str | None, started: float) -> int:
     _announce(trainer)
-    if trainer.ranks.is_main:
-        _prepare_directory(trainer, started)
+    ranks = trainer.ranks
     # Rank 0 chooses for all: on a shared disk two ranks could see different newest checkpoints.
-    chosen = _checkpoint_to_resume(trainer.run, resume) if trainer.ranks.is_main else None
-    trainer.open(trainer.ranks.gather(chosen)[0])
+    chosen = ranks.together(lambda: _checkpoint_to_resume(trainer.run, resume) if ranks.is_main else None)
+    if ranks.is_main:
+        _prepare_directory(trainer, started)
+    trainer.open(ranks.gather(chosen)[0])
     code = trainer.train()
     if trainer.ranks.is_main:
+        trainer.run.require_held()
         write_json_atomic(trainer.run.metrics_json, _metrics(trainer, code, started))
         end = "done" if code == ExitCode.DONE else "stopped"
         trainer.console.say(f"{end} at step {trainer.step}; everything is in {trainer.run.path}")
@@ -188,11 +196,30 @@ def _prepare_directory(trainer: Trainer, started: float) -> None:
 
 
 def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
-    """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one."""
+    """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one.
+
+    When every checkpoint is damaged, `auto` refuses: starting over would throw their steps away.
+    """
     if resume != "auto":
         return resume or None
-    step = latest_valid_checkpoint(run, on_damaged=say)
-    return str(run.checkpoint(step)) if step is not None else None
+    problems: list[str] = []
+    step = latest_valid_checkpoint(run, on_damaged=problems.append)
+    for problem in problems:
+        say(problem)
+    if step is not None:
+        return str(run.checkpoint(step))
+    if len(problems) > 1 or (problems and not _was_first_save_cut_short(run)):
+        raise DamagedCheckpoint(
+            f"no checkpoint in {run.path} can be used: {'; '.join(problems)}. Training does not start over by itself: "
+            "restore one of them, or move them out of the directory to start at step 0"
+        )
+    return None
+
+
+def _was_first_save_cut_short(run: RunDirectory) -> bool:
+    """Return whether a kill in the first save left a file without a manifest: then there was no checkpoint before."""
+    steps = run.checkpoint_traces()
+    return len(steps) == 1 and not run.manifest(steps[0]).exists()
 
 
 def _failed(trainer: Trainer, code: ExitCode, message: str, lasting: bool = False) -> int:
@@ -204,8 +231,8 @@ def _failed(trainer: Trainer, code: ExitCode, message: str, lasting: bool = Fals
 
 
 def _last_good(run: RunDirectory) -> str:
-    step = latest_valid_checkpoint(run, on_damaged=say)
-    return f"Last good checkpoint: {run.checkpoint(step)}" if step is not None else "There is no checkpoint yet."
+    step = latest_valid_checkpoint(run, on_damaged=lambda problem: None)
+    return f"Last good checkpoint: {run.checkpoint(step)}" if step is not None else "There is no checkpoint to resume."
 
 
 def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:

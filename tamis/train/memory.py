@@ -34,6 +34,7 @@ class MemoryDumps:
 
     def write(self, moment: str, step: int) -> None:
         """Write the figures as JSON; on a GPU also the table of PyTorch's allocator."""
+        self.run.require_held()
         rank, device = self.ranks.rank, self.ranks.device
         write_json_atomic(self.run.memory_dump(moment, step, f"rank{rank}.json"), memory_figures(device))
         if device.type == "cuda":

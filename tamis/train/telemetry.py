@@ -133,6 +133,7 @@ class Telemetry:
     def validated(self, step: int, loss: float) -> None:
         if not self.ranks.is_main:
             return
+        self.run.require_held()
         perplexity = math.exp(min(loss, 700.0))
         self.final["val_loss"] = loss
         if self.config.train.csv:

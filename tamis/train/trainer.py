@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +16,7 @@ from tamis.data.loader import Batch
 from tamis.model import Decoder
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.earlier import set_aside_later
+from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.heartbeat import Phase
@@ -21,7 +24,7 @@ from tamis.run.files.lock import RunLock, require_no_launch
 from tamis.run.worker.signals import EXIT_CODE_OF, StopReason, StopSignals, is_supervised
 from tamis.train.console import Console
 from tamis.train.distributed import Ranks, device_name, is_sharded, model_config
-from tamis.train.guards import Guard, fingerprint, raise_difference, require_agreement
+from tamis.train.guards import Anomaly, Guard, fingerprint, raise_difference, require_agreement
 from tamis.train.memory import MemoryDumps
 from tamis.train.metrics import AsyncReadback, unpack_step
 from tamis.train.optimizer import learning_rate
@@ -40,6 +43,7 @@ class Trainer:
         self.run = RunDirectory(config.train.out_dir).create()
         self.lock = RunLock(self.run.trainer_lock)
         ranks.together(self._lock_directory)
+        self.run.hold()
         self.signals = StopSignals(self.run, ranks.rank)
         self.console = Console(ranks.rank, ranks.world_size)
         self.telemetry = Telemetry(config, self.run, ranks, self.console)
@@ -131,6 +135,7 @@ class Trainer:
 
     def collect(self, keep: int | None = None) -> StopReason | None:
         """Check and record the steps the device has finished; returns the reason to stop that the ranks agreed on."""
+        self.run.require_held()  # before any file is written by its path
         requested: list[StopReason] = []
         for launched, values in self.readback.pop(self.readback.lag if keep is None else keep):
             metrics = unpack_step(values, len(STOP_REASONS), self.config.model.n_layers)
@@ -194,7 +199,7 @@ class Trainer:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of this step. A full disk loses nothing that was there, and does not end the run."""
+        """Write a checkpoint of this step. A failed save loses no earlier one; too many unsaved steps end the run."""
         self.telemetry.beat("checkpoint", self.step)
         state, sharded = self._state(), is_sharded(self.config, self.ranks)
         try:
@@ -204,8 +209,18 @@ class Trainer:
             self.saved_step = self.step
             self.console.say(f"step {self.step}: saved {path}")
         except OSError as error:
-            self.console.say(f"step {self.step}: NO checkpoint, {error}: free space under {self.run.path}")
+            self._report_failed_save(f"{error}: {_remedy_for_save(error, self.run)}")
         self.telemetry.pause()
+
+    def _report_failed_save(self, reason: str) -> None:
+        self.telemetry.beat("checkpoint", self.step, save_error=reason)
+        if self.ranks.is_main:
+            self.console.say(f"step {self.step}: NO checkpoint, {reason}")
+            evidence = {"step": self.step, "saved_step": self.saved_step}
+            EventLog(self.run, by="trainer").record("save_failed", reason, **evidence)
+        unsaved, limit = self.step - self.saved_step, self.config.train.unsaved_steps_limit
+        if 0 < limit < unsaved:
+            raise Anomaly("cannot_save", f"{unsaved} steps are not saved, train.max_unsaved_steps is {limit}: {reason}")
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -236,6 +251,17 @@ class Trainer:
         steps = self.config.train.steps
         if self.step > steps or (self.step == steps and not self.owes_evaluation()):
             raise ConfigError(f"{checkpoint} is at step {self.step}, and train.steps is {steps}: nothing to do")
+
+
+def _remedy_for_save(error: OSError, run: RunDirectory) -> str:
+    """Return what to do about a failed save. By its text: an error of another rank or of a writer has no errno."""
+    remedies = {
+        f"free space under {run.path}": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        f"make {run.path} writable": (errno.EACCES, errno.EPERM, errno.EROFS),
+        "move it out of the way": (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
+    }
+    fitting = (remedy for remedy, codes in remedies.items() if any(os.strerror(c) in str(error) for c in codes))
+    return next(fitting, f"check the disk of {run.path}")
 
 
 def _is_due(step: int, every: int) -> bool:

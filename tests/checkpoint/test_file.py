@@ -13,6 +13,8 @@ from tamis.checkpoint import file as checkpoint
 from tamis.checkpoint.file import load_checkpoint, read_checkpoint, save_file
 from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
+from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.manifest import DamagedCheckpoint, damage, latest_valid_checkpoint
 from tamis.train import main, trainer
 from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
@@ -123,6 +125,57 @@ def test_a_full_disk_costs_the_new_checkpoint_only_and_training_goes_on(tmp_path
     assert not run.checkpoint_leftovers()
     run_ranks(tmp_path / "again", 2, train_rank, config, "auto")
     assert latest_valid_checkpoint(run) == 6
+
+
+def with_a_folder_in_the_way(config: Config) -> int:
+    save = trainer.save_checkpoint
+
+    def save_where_a_folder_is(run: RunDirectory, state: dict, *rest: Any) -> Path:
+        run.checkpoint(state["step"]).mkdir(exist_ok=True)
+        return save(run, state, *rest)
+
+    trainer.save_checkpoint = save_where_a_folder_is  # type: ignore[assignment]
+    return main.train_config(config)
+
+
+@pytest.mark.parametrize(("limit", "code", "last_step"), [("null", 5, 6), (0, 1, 8)])
+def test_saves_that_keep_failing_raise_an_alarm_at_once_and_end_the_run_at_the_limit(
+    tmp_path: Path, limit: int | str, code: int, last_step: int
+) -> None:
+    config = config_of(
+        tmp_path / "run", "ddp", "train.save_every=2", "train.steps=8", f"train.max_unsaved_steps={limit}"
+    )
+    run = RunDirectory(config.train.out_dir)
+    with ranks(tmp_path / "logs", 1, with_a_folder_in_the_way, config) as running:
+        assert running.wait() == [code], running.output()
+        said = running.log(0)
+    assert "step 2: NO checkpoint, [Errno 21] Is a directory" in said and f"-> '{run.checkpoint(2)}'" in said
+    assert "move it out of the way" in said and "free space" not in said
+    failures = [event for event in read_events(run) if event["event"] == "save_failed"]
+    steps = {event["evidence"]["step"] for event in failures}  # the last one is tried twice
+    assert steps == set(range(2, last_step + 1, 2))
+    beats = read_heartbeats(run.heartbeat(0))
+    assert "out of the way" in next(beat.save_error for beat in beats if beat.save_error)
+    assert (beats[-1].phase, beats[-1].exit_code, beats[-1].step) == ("failed", code, last_step)
+    if code == 5:
+        assert run.anomaly.read_text().startswith("cannot_save\n6 steps are not saved, train.max_unsaved_steps is 4")
+
+
+def test_auto_resume_never_starts_over_when_every_checkpoint_is_damaged(
+    tmp_path: Path, trained: dict[str, RunDirectory]
+) -> None:
+    run = copied(trained["ddp"], tmp_path / "run")
+    flip_a_bit(run.checkpoint(3))
+    truncate(run.checkpoint(6))
+    kept = {
+        path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix in (".pt", ".json", ".csv", ".yaml")
+    }
+    with ranks(tmp_path / "logs", 1, train_rank, config_of(run.path, "ddp"), "auto") as running:
+        assert running.wait() == [2], running.output()
+        said = running.log(0)
+    assert "checkpoint_step3.pt is not used: its sha256" in said and "checkpoint_step6.pt is not used" in said
+    assert "Training does not start over by itself" in said and "move them out of the directory" in said
+    assert all((run.path / name).read_bytes() == content for name, content in kept.items())
 
 
 def killed_while_saving_step_6(config: Config) -> int:

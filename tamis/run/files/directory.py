@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -14,11 +15,16 @@ _TEMPORARY = re.compile(r"checkpoint_step\d+\.(pt|json)(\.\d+)?\.tmp")
 _HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 
 
+class DirectoryReplaced(RuntimeError):
+    """The run directory was moved or deleted while a process used it. Not an OSError: no writer may ignore it."""
+
+
 class RunDirectory:
     """The names of the files under one OUT directory; nothing is created before `create()`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._held: int | None = None
 
     def create(self) -> RunDirectory:
         try:
@@ -27,6 +33,24 @@ class RunDirectory:
             why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
             raise OSError(f"{self.path} cannot be a run's directory ({why}): choose another train.out_dir") from None
         return self
+
+    def hold(self) -> None:
+        """Remember this directory. The open descriptor keeps its inode from being reused after a delete."""
+        self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def require_held(self) -> None:
+        """Raise DirectoryReplaced if the path no longer leads to the directory that `hold` opened."""
+        if self._held is None:
+            return
+        try:
+            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._held))
+        except OSError as error:
+            is_same = error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # other errors may pass
+        if not is_same:
+            raise DirectoryReplaced(
+                f"{self.path} was moved or deleted while this run used it. The run ends here and writes nothing to a "
+                f"new directory of that name; its checkpoints are where {self.path.name} was moved to"
+            )
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -60,6 +60,7 @@ class Heartbeat:
     gate_collapse_fraction: float | None = None  # share of heads where one branch takes nearly all
     gate_shares: list[list[float]] | None = None  # per layer: compressed, selected, window
     gate_entropy: list[float] | None = None  # per layer
+    save_error: str | None = None  # with checkpoint: why this save failed; none when it succeeded
     exit_code: int | None = None  # with done, halted, failed: the code this rank exits with
     lasting: bool | None = None  # with failed: true when another try would end the same way
     detail: str | None = None  # a short word for people: which batch of the evaluation, which error

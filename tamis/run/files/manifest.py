@@ -27,6 +27,7 @@ def write_manifest(
     run: RunDirectory, step: int, *, config_hash: str, sha256: str | None = None, size: int | None = None
 ) -> None:
     """Declare a finished checkpoint. A writer that summed its bytes says what it wrote; else the file is read."""
+    run.require_held()
     path = run.checkpoint(step)
     manifest = {
         "step": step,
@@ -120,6 +121,7 @@ def retire(run: RunDirectory, keep: int) -> list[int]:
 
     The manifest goes first, so that a kill in between leaves an unfinished checkpoint, not a damaged one.
     """
+    run.require_held()
     finished = [step for step in run.checkpoints() if _has_promised_size(run, step)]
     if keep == 0 or len(finished) <= keep:
         return []
