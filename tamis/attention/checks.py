@@ -29,6 +29,29 @@ def check_inputs(
     check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
 
 
+def check_layout(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> None:
+    """Check the inputs of `nsa`; name the layout `[batch, heads, tokens, dim]` if that is what was given."""
+    check_queries(q)
+    swapped = (q.shape[0], q.shape[2], q.shape[1], 3)
+    if gates.dim() == 4 and gates.shape != (*q.shape[:3], 3) and gates.shape == swapped:
+        raise ValueError(
+            f"q {list(q.shape)} has the layout [batch, heads, tokens, dim]; nsa takes [batch, tokens, heads, dim]: "
+            f"call it with q.transpose(1, 2), and the same for k and v"
+        )
+    if k.dim() == 4 and k.shape[1] != q.shape[1] and k.shape[2] == q.shape[1]:
+        raise ValueError(
+            f"k {list(k.shape)} has the layout [batch, groups, tokens, dim]; nsa takes [batch, tokens, groups, dim]: "
+            f"call it with k.transpose(1, 2), and the same for v"
+        )
+    if k.dim() == 4 and q.shape[1] != k.shape[1] and q.shape[2] == k.shape[2]:
+        raise ValueError(
+            f"q {list(q.shape)} and k {list(k.shape)} have the layout [batch, heads, tokens, dim]; nsa takes "
+            f"[batch, tokens, heads, dim]: call it with q.transpose(1, 2), and the same for k and v"
+        )
+    check_branch(q, q.shape[1], k=k, v=v)
+    check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
+
+
 def check_branch(q: Tensor, tokens: int, groups: int | None = None, **keys_and_values: Tensor) -> int:
     """Keys and values must be `[batch, tokens, groups, dim]`, of groups that divide the query's heads; the groups."""
     check_queries(q)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.checks import check_branch, check_inputs, compressed_blocks
+from tamis.attention.checks import check_branch, check_inputs, check_layout, compressed_blocks
+from tamis.attention.compress import MeanCompression
 from tamis.attention.spec import NSASpec
 
 Backend = Literal["auto", "reference", "triton"]
@@ -44,6 +45,42 @@ def nsa_attention(
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
     return op.nsa_forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))[0]
+
+
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Native Sparse Attention over one set of keys and values, with blocks compressed by their mean.
+
+    Causal. Rotate `q` and `k` before the call if the model uses rotary positions.
+
+    Args:
+        q: queries `[B,S,H,D]`.
+        k, v: keys and values `[B,S,G,D]`; each serves H / G query heads, and all three branches read them.
+        gates: weights of the compressed, selected and window branches after the sigmoid, `[B,S,H,3]`.
+        spec: block sizes and counts.
+        cu_seqlens: int32 `[documents + 1]`, the offsets of packed documents in a row with B = 1; None: no packing.
+        scale: of the scores, by default `D ** -0.5`.
+        backend: `"auto"` (kernels on a GPU, else the reference), `"reference"` or `"triton"`.
+
+    Returns:
+        `[B,S,H,D]` in the dtype of `q`.
+    """
+    check_layout(q, k, v, gates)
+    if cu_seqlens is not None:
+        raise NotImplementedError("cu_seqlens: packed documents are not supported yet; pass one document per row")
+    if scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    compress = MeanCompression(spec)
+    return nsa_attention(q, compress(k), compress(v), k, v, k, v, gates, spec, backend)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto") -> Tensor:

@@ -1,0 +1,148 @@
+"""What users of the library call: `nsa`, the layer and its caches, under the tools of PyTorch, and a light import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention
+from tests.attention import paper
+
+SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
+NEEDED = {"torch", "triton", "numpy"}
+
+
+def inputs(tokens: int = 50) -> list[Tensor]:
+    """Return q, k, v and gates of two sequences."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(2, tokens, heads, 8, generator=generator) for heads in (4, 2, 2))
+    return [q, k, v, torch.rand(2, tokens, 4, 3, generator=generator)]
+
+
+def layer(**changes: object) -> NSAAttention:
+    torch.manual_seed(0)
+    module = NSAAttention(24, heads=4, kv_heads=2, head_dim=8, spec=SPEC, max_len=96, **changes)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)  # every branch matters, so an error in one shows
+    return module
+
+
+def tokens(count: int = 60, batch: int = 2) -> Tensor:
+    return torch.randn(batch, count, 24, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 50])
+def test_nsa_is_the_full_form_over_block_means(count: int) -> None:
+    q, k, v, gates = inputs(count)
+    blocks = range(SPEC.compressed_blocks(count))
+    k_cmp, v_cmp = (
+        torch.stack([x[:, 4 * i : 4 * i + 8].mean(dim=1) for i in blocks], dim=1) if blocks else x[:, :0]
+        for x in (k, v)
+    )
+    expected = paper.attention(q, k_cmp, v_cmp, k, v, k, v, gates, SPEC)
+    torch.testing.assert_close(nsa(q, k, v, gates, SPEC), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, SPEC), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scale_multiplies_the_scores() -> None:
+    q, k, v, gates = inputs()
+    torch.testing.assert_close(nsa(q, k, v, gates, SPEC, scale=8**-0.5), nsa(q, k, v, gates, SPEC))
+    doubled = nsa(2 * q, k, v, gates, SPEC)
+    torch.testing.assert_close(nsa(q, k, v, gates, SPEC, scale=2 * 8**-0.5), doubled)
+
+
+@pytest.mark.parametrize("swapped", ["qkv", "kv", "qkvg"])
+def test_heads_before_tokens_are_named_as_such(swapped: str) -> None:
+    arguments = [x.transpose(1, 2) if name in swapped else x for name, x in zip("qkvg", inputs(), strict=True)]
+    with pytest.raises(
+        ValueError, match=r"(has|have) the layout \[batch, (heads|groups), tokens, dim\].*transpose\(1, 2\)"
+    ):
+        nsa(*arguments, SPEC)
+
+
+@pytest.mark.parametrize("phi", ["mlp", "avg"])
+def test_prefill_and_steps_equal_one_pass_of_the_layer(phi: str) -> None:
+    module, x = layer(phi=phi).eval(), tokens()
+    cache = module.new_cache(2, 60)
+    parts = [module.prefill(x[:, :25], cache), module.prefill(x[:, 25:40], cache)]
+    parts += [module.step(x[:, t], cache)[:, None] for t in range(40, 60)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), module(x), rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="61 tokens do not fit the cache of 60"):
+        module.step(x[:, 0], cache)
+
+
+def test_a_wrong_size_is_named() -> None:
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads, got 4 and 3"):
+        NSAAttention(24, 4, 3, 8, SPEC)
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        NSAAttention(24, 4, 2, 7, SPEC)
+    with pytest.raises(ValueError, match='phi must be "mlp" or "avg"'):
+        NSAAttention(24, 4, 2, 8, SPEC, phi="max")
+    with pytest.raises(ValueError, match="97 tokens are more than max_len=96"):
+        layer()(tokens(97))
+
+
+def test_layers_may_share_their_rotary_tables() -> None:
+    first = layer()
+    second = NSAAttention(24, 4, 2, 8, SPEC, rotary=first.rotary)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(tokens()), second(tokens()))
+    assert not any("rotary" in name for name in first.state_dict())
+
+
+def test_torch_compile_captures_the_layer_in_one_graph() -> None:
+    torch._dynamo.reset()
+    module, x = layer(), tokens()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_computes_in_bf16_with_float32_gradients() -> None:
+    module, x = layer(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in module.parameters())
+    torch.testing.assert_close(out.float(), module(x), rtol=0.1, atol=0.1)
+
+
+def test_activation_checkpointing_changes_no_bit() -> None:
+    def gradients(call: object) -> list[Tensor]:
+        module, x = layer(), tokens().requires_grad_()
+        out = module(x) if call is None else checkpoint(module, x, use_reentrant=False)
+        return list(torch.autograd.grad(out.sin().sum(), [x, *module.parameters()]))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients(checkpoint), strict=True))
+
+
+def test_importing_the_library_loads_no_package_but_torch_triton_and_numpy() -> None:
+    """A process in which every other third-party package of the project fails to import."""
+    code = f"""
+import importlib.metadata, json, os, re, sys
+requirements = [r for r in importlib.metadata.requires("tamis") or []]
+names = {{re.split(r"[^A-Za-z0-9_-]", r)[0].lower().replace("-", "_") for r in requirements}} - {NEEDED!r}
+modules = {{"pyyaml": "yaml", "nvidia_ml_py": "pynvml", "py_spy": "py_spy"}}
+for name in names: sys.modules[modules.get(name, name)] = None
+before = dict(os.environ)
+import torch
+import tamis.attention
+spec = tamis.attention.NSASpec(8, 4, 8, 4, 12)
+layer = tamis.attention.NSAAttention(16, 2, 1, 8, spec, max_len=64)
+layer(torch.randn(1, 40, 16)).sum().backward()
+own = [name for name in sys.modules if name.startswith("tamis.") and not name.startswith("tamis.attention")]
+print(json.dumps({{"blocked": sorted(names), "own": own, "environment": before == dict(os.environ)}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"pydantic", "pyyaml", "typer", "tiktoken", "safetensors"} <= set(found["blocked"])
+    assert found["own"] == []
+    assert found["environment"]
