@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 say() { echo "[bootstrap] $*"; }
 fail() { echo "[bootstrap] error: $*" >&2; exit 1; }
 
-extras=""
+extras="[all]"
 case "${1:-}" in
   "") ;;
   --test) extras="[test]" ;;
@@ -64,7 +64,7 @@ say "Tamis in $PWD"
 build="" driver=""
 command -v nvidia-smi >/dev/null && choose_build
 stamp=$(cat pyproject.toml constraints.txt scripts/prime_bootstrap.sh | sha256sum | cut -c1-16)
-# An environment with the test extras also serves without them.
+# An environment with the test extras also holds all others.
 if [ -x .venv/bin/tamis ] && grep -qxF -e "$stamp [test]" -e "$stamp $extras" .venv/.tamis-stamp 2>/dev/null; then
   say ".venv is up to date"
   show_gpus

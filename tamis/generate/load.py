@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tamis.attention.layer import NSAAttention
 from tamis.attention.verify_decode import require_decode
@@ -20,6 +21,21 @@ from tamis.run.files.directory import RunDirectory
 
 EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
 Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
+
+
+class LanguageModel(nn.Module):
+    """A trained decoder: `model(ids)` returns the logits `[B,S,V]` of token ids `[B,S]`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, ids: Tensor | np.ndarray) -> Tensor:
+        ids_BS = torch.as_tensor(ids).to(self.decoder.embedding.weight.device, torch.long)
+        if ids_BS.dim() != 2:
+            raise ValueError(f"ids must have 2 dimensions [batch, tokens], got {list(ids_BS.shape)}")
+        hidden, _ = self.decoder(ids_BS)
+        return self.decoder.logits(hidden)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,20 @@ from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention
 from tests.attention import paper
 
 SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
-NEEDED = {"torch", "triton", "numpy"}
+ROOT = Path(__file__).parents[2]
+IMPORT_NAMES = {"pyyaml": "yaml", "nvidia_ml_py": "pynvml"}
+USE_THE_LAYER = """
+import json, os, sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None  # importing it raises ImportError
+before = dict(os.environ)
+import tamis, tamis.attention
+import torch
+layer = tamis.attention.NSAAttention(16, 2, 1, 8, tamis.attention.NSASpec(8, 4, 8, 4, 12), max_len=64)
+layer(torch.randn(1, 40, 16)).sum().backward()
+own = [name for name in sys.modules if name.startswith("tamis.") and not name.startswith("tamis.attention")]
+print(json.dumps({"own": own, "environment_changed": before != dict(os.environ)}))
+"""
 
 
 def inputs(tokens: int = 50) -> list[Tensor]:
@@ -124,25 +140,15 @@ def test_activation_checkpointing_changes_no_bit() -> None:
 
 
 def test_importing_the_library_loads_no_package_but_torch_triton_and_numpy() -> None:
-    """A process in which every other third-party package of the project fails to import."""
-    code = f"""
-import importlib.metadata, json, os, re, sys
-requirements = [r for r in importlib.metadata.requires("tamis") or []]
-names = {{re.split(r"[^A-Za-z0-9_-]", r)[0].lower().replace("-", "_") for r in requirements}} - {NEEDED!r}
-modules = {{"pyyaml": "yaml", "nvidia_ml_py": "pynvml", "py_spy": "py_spy"}}
-for name in names: sys.modules[modules.get(name, name)] = None
-before = dict(os.environ)
-import torch
-import tamis.attention
-spec = tamis.attention.NSASpec(8, 4, 8, 4, 12)
-layer = tamis.attention.NSAAttention(16, 2, 1, 8, spec, max_len=64)
-layer(torch.randn(1, 40, 16)).sum().backward()
-own = [name for name in sys.modules if name.startswith("tamis.") and not name.startswith("tamis.attention")]
-print(json.dumps({{"blocked": sorted(names), "own": own, "environment": before == dict(os.environ)}}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {package(r) for r in project["dependencies"]} == {"torch", "triton", "numpy"}
+    extras = project["optional-dependencies"]
+    blocked = sorted(IMPORT_NAMES.get(name, name) for name in map(package, [*extras["train"], *extras["monitor"]]))
+    assert {"pydantic", "yaml", "typer", "tiktoken", "safetensors", "textual"} <= set(blocked)
+    done = subprocess.run([sys.executable, "-c", USE_THE_LAYER, *blocked], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {"pydantic", "pyyaml", "typer", "tiktoken", "safetensors"} <= set(found["blocked"])
-    assert found["own"] == []
-    assert found["environment"]
+    assert json.loads(done.stdout) == {"own": [], "environment_changed": False}
+
+
+def package(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9_-]", requirement)[0].replace("-", "_")

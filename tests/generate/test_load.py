@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tamis
 from tamis.config import Config, ConfigError, build_config
+from tamis.generate.export import export_command
 from tamis.generate.load import load_model
 from tamis.generate.sample import gather_prompts, generate_command
 from tamis.model import Decoder
@@ -169,3 +171,14 @@ def test_safetensors_of_another_origin_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="is not a file that `tamis convert` wrote"):
         load_model(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "exported"])
+def test_tamis_load_gives_a_model_that_returns_logits_and_its_tokenizer(kind: str, tmp_path: Path) -> None:
+    decoder = small_model()
+    path = {"checkpoint": save(tmp_path / "run", decoder), "run": tmp_path / "run"}.get(kind)
+    model, tokenizer = tamis.load(path or export_command(tmp_path / "run", tmp_path / "folder"), device="cpu")
+    ids = tokenizer.encode("a sieve")[None]
+    assert torch.equal(model(ids), decoder.logits(decoder(torch.from_numpy(ids).long())[0]))
+    with pytest.raises(ValueError, match=r"ids must have 2 dimensions \[batch, tokens\]"):
+        model(ids[0])
