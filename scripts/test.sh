@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Bootstraps if needed, then checks style and types and runs all tests.
+# Bootstraps if needed, checks style and types, and runs all tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/prime_bootstrap.sh --test
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-# One process more than two cores hold: many tests wait for trainers that they started.
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-3}" --dist worksteal "$@"
+# Twice as many processes as two cores: many tests wait for trainers that they started. A file stays in one process,
+# which shares the file's fixtures, and the order of tests/conftest.py is kept: the longest files start first.
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-4}" --dist loadscope --no-loadscope-reorder "$@"

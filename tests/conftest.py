@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread per process, and properties that are tried the same way each time."""
+"""Settings of the whole suite: one thread per process, the longest files first, and the same examples each time."""
 
 import os
 
@@ -10,6 +10,7 @@ from tamis.config.process import set_process_defaults
 
 set_process_defaults()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -18,3 +19,23 @@ if not torch.cuda.is_available():
 
 settings.register_profile("tamis", deadline=None, derandomize=True)
 settings.load_profile("tamis")
+
+# A long file that starts when the other processes are done would be waited for alone. Files not named are short.
+LONGEST = (
+    "tests.test_runbooks",
+    "tests.attention.kernels.test_compile",
+    "tests.faults.test_torchrun",
+    "tests.attention.kernels.test_selected",
+    "tests.attention.test_decode",
+    "tests.faults.test_supervised_faults",
+    "tests.faults.test_real_trainer",
+    "tests.model.test_cache",
+    "tests.train.test_distributed_machines",
+    "tests.train.test_distributed_faults",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first; the order within a file stays."""
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.module.__name__, len(rank)))

@@ -128,8 +128,7 @@ def main() -> None:
         name, heads, dim = shape.split(":")
         launch_everything(getattr(torch, name), int(heads), int(dim))
         launch_tile(getattr(torch, name), int(heads), int(dim))
-    for batch, window in ((1, 512), (64, 512), (1, 1)):
-        launch_step(torch.bfloat16, 6, 64, batch, window)
+    launch_step(torch.bfloat16, 6, 64, batch=1, window=1)  # tests/attention/test_decode.py compiles the usual windows
     report = {name: resources(kernel) for name, kernel in compiled.items()}
     for name, needs in report.items():
         print(name[:150], needs)

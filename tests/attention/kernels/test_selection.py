@@ -68,10 +68,10 @@ def test_a_sequence_shorter_than_a_compressed_block_takes_its_only_block(poisone
 
 def test_chunks_and_tokens_one_by_one_choose_alike(poisoned_memory, monkeypatch):
     """Long sequences are scored in chunks, and large groups few tokens at a time: neither may change a choice."""
-    q, k_cmp, *_ = random_inputs(SMALL, tokens=170, groups=2, heads_per_group=2)
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=170, groups=1, heads_per_group=2)
     whole = selected(q, k_cmp, SMALL)
-    monkeypatch.setattr(kernels, "SCORE_BYTES", 2 * 4 * 90 * 12)
-    assert len(kernels._chunks(1, 170, 2, SMALL)) > 1
+    monkeypatch.setattr(kernels, "SCORE_BYTES", 4 * 90 * 12)
+    assert len(kernels._chunks(1, 170, 1, SMALL)) > 1
     monkeypatch.setattr(kernels, "HELD_BYTES", 0)
     assert_chosen_alike(selected(q, k_cmp, SMALL), whole, q, k_cmp, SMALL)
 
@@ -79,7 +79,7 @@ def test_chunks_and_tokens_one_by_one_choose_alike(poisoned_memory, monkeypatch)
 @pytest.mark.parametrize("tokens", [16, 8, 1])
 def test_several_heads_in_one_product_score_as_one_by_one(poisoned_memory, monkeypatch, tokens):
     """Five heads' queries held for few tokens: two, four or all heads share a product, and the last is not full."""
-    q, k_cmp, *_ = random_inputs(SMALL, tokens=150, groups=2, heads_per_group=5)
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=110, groups=1, heads_per_group=5)
     row_bytes = q.shape[-1] * q.element_size()
     monkeypatch.setattr(kernels, "HELD_BYTES", 5 * tokens * row_bytes)
     assert kernels.tokens_held(5, tile_for("score", q).rows, row_bytes) == tokens
@@ -91,7 +91,7 @@ def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, m
     spec = NSASpec(l=4, d=1, l_sel=34, n_sel=4, w=4)
     assert kernels.runs_of(tile_for("score", torch.empty(16)).keys, spec)[0] > 1
     monkeypatch.setattr(kernels, "HELD_BYTES", held_bytes)
-    q, k_cmp, *_ = random_inputs(spec, tokens=250, groups=1, heads_per_group=1)
+    q, k_cmp, *_ = random_inputs(spec, tokens=180, groups=1, heads_per_group=1)
     assert_as_good_as_the_reference(q, k_cmp, spec)
 
 
