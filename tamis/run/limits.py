@@ -43,8 +43,13 @@ LARGEST_FETCH_SHARE = 0.2  # of a step's time may be spent waiting for data
 LEAST_BUSY_PERCENT = 80
 LARGEST_IMBALANCE_POINTS = 15  # between the busiest and the idlest GPU
 LARGEST_MEMORY_GROWTH = 0.02  # second half against first
+LARGEST_MEMORY_SHARE = 0.95  # of a GPU, where train.max_memory_gb is more
 LARGEST_COLLAPSE_FRACTION = 0.05  # share of heads, for the phase criterion
 PILOT_HOURS = 2.0
+
+# Preflight (checks/machine.py)
+CPU_FLOPS_PER_CORE = 50e9  # more than training reaches on today's cores: the estimate is a lower bound
+CPU_HOURS = 24.0
 
 
 @dataclass(frozen=True)

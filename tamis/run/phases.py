@@ -20,7 +20,16 @@ from rich.console import Console
 from tamis.config import Config, ConfigError, build_config
 from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
 from tamis.run.checks.evidence import read_evidence
-from tamis.run.checks.findings import Criterion, Finding, findings_text, is_go, print_findings, verdict
+from tamis.run.checks.findings import (
+    Criterion,
+    Finding,
+    findings_text,
+    has_failed,
+    is_go,
+    parse_findings,
+    print_findings,
+    verdict,
+)
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.hardware import Gpu
@@ -196,7 +205,7 @@ def launch_by_phases(
 
 
 def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, console: Console) -> int:
-    """Run and judge one phase; 0 only if it ended well and its verdict is GO."""
+    """Run and judge one phase; 0 only if it ended well and no criterion failed."""
     directory = _phase_directory(settings.config, phase).create()
     config = settings.config_of(phase, directory.path)
     console.print(
@@ -213,7 +222,7 @@ def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, conso
     findings = [_ended(code), *(criterion.apply(evidence) for criterion in phase.criteria)]
     print_findings(f"Phase {phase.number}: {phase.title}", findings, console)
     _store(RunDirectory(settings.config.train.out_dir), phase, settings.key(phase), directory, findings)
-    return ExitCode.DONE if is_go(findings) else code or ExitCode.CRASH
+    return code or (ExitCode.CRASH if has_failed(findings) else ExitCode.DONE)
 
 
 def read_go_no_go(out: RunDirectory) -> list[dict[str, Any]]:
@@ -256,7 +265,7 @@ def _ended(code: int) -> Finding:
 
 def _passed_before(out: RunDirectory, key: str) -> dict[str, Any] | None:
     records = [record for record in read_go_no_go(out) if record.get("key") == key]
-    return records[-1] if records and records[-1].get("go") else None
+    return records[-1] if records and not has_failed(parse_findings(records[-1]["findings"])) else None
 
 
 def _store(out: RunDirectory, phase: Phase, key: str, directory: RunDirectory, findings: Sequence[Finding]) -> None:
@@ -277,7 +286,7 @@ def _store(out: RunDirectory, phase: Phase, key: str, directory: RunDirectory, f
 
 def _record_text(record: dict[str, Any]) -> str:
     title = f"Phase {record['phase']}: {record['title']}, judged {record['judged_at']}, in {record['directory']}"
-    return findings_text(title, [Finding(**finding) for finding in record["findings"]])
+    return findings_text(title, parse_findings(record["findings"]))
 
 
 def _stem(out: RunDirectory) -> Path:

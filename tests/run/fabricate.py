@@ -38,6 +38,7 @@ class Story:
     memory_growth_gib: float = 0.0  # per step
     first_step: int = 1
     attention: str = "nsa"
+    on_gpus: bool = True
     ends_now: bool = False  # shift the story so that its last beat is a second old
 
 
@@ -94,7 +95,7 @@ def info_of(config: Config, run: RunDirectory, story: Story) -> dict:
         config,
         config_path=run.config_yaml,
         run_dir=run.path,
-        gpus=GPUS,
+        gpus=GPUS if story.on_gpus else [],
         processes=story.processes,
         command=["torchrun", f"--nproc_per_node={story.processes}"],
         repository=run.path,
@@ -125,7 +126,8 @@ def _one_step(run: RunDirectory, config: Config, story: Story, writers: list[Hea
             "gate_entropy_min": story.entropy - 0.03,
             "gate_collapse_fraction": story.collapse,
         }
-    memory = 18.0 + story.memory_growth_gib * step
+    used = 18.0 + story.memory_growth_gib * step
+    memory = {"gpu_mem_alloc_gib": used, "gpu_mem_reserved_gib": used + 2} if story.on_gpus else {}
     _beat_all(
         writers,
         "step_end",
@@ -138,9 +140,8 @@ def _one_step(run: RunDirectory, config: Config, story: Story, writers: list[Hea
         dt_fetch_s=0.01,
         dt_fetch_p50_s=0.01,
         dt_fetch_p95_s=0.02,
-        gpu_mem_alloc_gib=memory,
-        gpu_mem_reserved_gib=memory + 2,
         mfu=0.41,
+        **memory,
         **gates,
     )
     _log(run, config, step, rate)

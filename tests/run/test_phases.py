@@ -78,7 +78,8 @@ def test_a_healthy_machine_goes_through_all_phases(config):
     assert code == 0
     assert [c.train.steps for c in launcher.configs] == [1, 30, 40, 60]
     assert [c.data.dataset for c in launcher.configs] == ["synthetic", "sample", "sample", "sample"]
-    assert screen.count("GO (") == 4
+    assert "NO-GO" not in screen
+    assert screen.count("OPEN (") == 2  # in miniature, phases 1 and 2 cannot measure every criterion
 
 
 def test_each_rehearsal_has_a_directory_of_its_own_and_production_has_out_dir(config):
@@ -124,7 +125,7 @@ def test_the_evidence_of_every_line_is_stored(config):
     launch(config, Launcher())
     out = Path(config.train.out_dir)
     records = json.loads((out / "go_no_go.json").read_text())["phases"]
-    assert [record["go"] for record in records] == [True] * 4
+    assert [record["go"] for record in records] == [True, False, False, True]
     assert all(finding["evidence"] for record in records for finding in record["findings"])
     assert "Phase 3: production" in (out / "go_no_go.txt").read_text()
 

@@ -61,6 +61,14 @@ class Evidence:
         return {rank: [beat for beat in beats if beat.phase == "step_end"] for rank, beats in self.beats.items()}
 
     @property
+    def uses_gpus(self) -> bool:
+        """True if the heartbeats hold GPU memory or, before the first step, if run.info names GPUs."""
+        ends = [beat for beats in self.step_ends.values() for beat in beats]
+        if ends:
+            return any(beat.gpu_mem_alloc_gib is not None for beat in ends)
+        return bool(self.info.get("gpu_count"))
+
+    @property
     def last_beat(self) -> Heartbeat | None:
         """The latest beat of any rank."""
         lasts = [beats[-1] for beats in self.beats.values() if beats]
@@ -76,6 +84,15 @@ class Evidence:
         """When the heartbeats began and ended."""
         times = [beat.ts for beats in self.beats.values() for beat in (beats[:1] + beats[-1:])]
         return f"{utc(min(times))} to {utc(max(times))}" if times else "no heartbeat"
+
+    @property
+    def is_showcase(self) -> bool:
+        """True for a run on the CPU that is not production: what runbooks ask of a run on GPUs does not apply."""
+        return not self.uses_gpus and not (self.config and self.config.runtime.production)
+
+    @property
+    def planned_steps(self) -> int | None:
+        return self.config.train.steps if self.config else None
 
     def until(self, step: int) -> Evidence:
         """The run as it was when `step` was finished."""

@@ -1,7 +1,8 @@
 """Criteria, findings and the Go/No-Go table: shared by preflight, phases, judge and handoff.
 
 `pass` means measured and within the limit. `fail` means a measured breach, or a required file that is missing.
-`not measured` means that this machine or config cannot show it; it never counts as a pass.
+`not measured` means that it applies to this run but nothing shows it yet: while such a line is left, there is no GO.
+`not applicable` means that this machine or config has nothing to measure, such as the gates of dense attention.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from rich.text import Text
 from tamis.run.files.records import utc as utc
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 
-Status = Literal["pass", "fail", "not measured"]
-STYLES = {"pass": "green", "fail": "bold red", "not measured": "yellow"}
+Status = Literal["pass", "fail", "not measured", "not applicable"]
+STYLES = {"pass": "green", "fail": "bold red", "not measured": "yellow", "not applicable": "dim"}
+LATEST_TIME = 253402300799.0  # the end of year 9999
 VERDICT_STYLES = {"GO": "green", "NO-GO": "bold red", "OPEN": "yellow"}
 
 
@@ -31,7 +33,6 @@ class Finding:
     at: float | None = None  # Unix time of the deciding evidence; None: when it was judged
     name: str = ""
     remedy: str = ""  # what to try; set only on failures
-    is_needed: bool = False  # GO requires that this line was measured
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,11 @@ class Criterion:
     name: str
     measure: Callable[[Any], Finding]
     remedy: str = ""
-    is_needed: bool = False
 
     def apply(self, subject: Any) -> Finding:
         found = self.measure(subject)
         remedy = (found.remedy or self.remedy) if found.status == "fail" else ""
-        return replace(found, name=self.name, remedy=remedy, is_needed=self.is_needed)
+        return replace(found, name=self.name, remedy=remedy)
 
 
 def passed(evidence: str, at: float | None = None) -> Finding:
@@ -61,38 +61,37 @@ def not_measured(reason: str) -> Finding:
     return Finding("not measured", reason)
 
 
+def not_applicable(reason: str) -> Finding:
+    return Finding("not applicable", reason)
+
+
 def pass_if(holds: bool, evidence: str, at: float | None = None) -> Finding:
     return passed(evidence, at) if holds else failed(evidence, at=at)
 
 
 def is_go(findings: Iterable[Finding]) -> bool:
-    """True if nothing failed, something passed, and every needed line was measured."""
-    return _word(list(findings)) == "GO"
+    """True if something passed, nothing failed, and every line that applies was measured."""
+    return verdict_word(list(findings)) == "GO"
 
 
 def has_failed(findings: Iterable[Finding]) -> bool:
     return any(finding.status == "fail" for finding in findings)
 
 
-def _word(findings: Sequence[Finding]) -> str:
-    if has_failed(findings):
+def verdict_word(findings: Sequence[Finding]) -> str:
+    """GO, NO-GO when a line failed, or OPEN while a line that applies was not measured."""
+    statuses = {finding.status for finding in findings}
+    if "fail" in statuses:
         return "NO-GO"
-    return "GO" if any(finding.status == "pass" for finding in findings) and not _still_needed(findings) else "OPEN"
-
-
-def _still_needed(findings: Iterable[Finding]) -> list[str]:
-    return [finding.name for finding in findings if finding.is_needed and finding.status == "not measured"]
+    return "GO" if "pass" in statuses and "not measured" not in statuses else "OPEN"
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """GO, NO-GO, or OPEN while a needed line was not measured; with the number of lines of each kind."""
-    word, statuses = _word(findings), [finding.status for finding in findings]
-    counted: Status = "fail" if word == "NO-GO" else "pass"
-    counts = f"{statuses.count(counted)} {counted}ed"
-    if open_lines := statuses.count("not measured"):
-        counts += f", {open_lines} not measured"
-    needed = _still_needed(findings) if word == "OPEN" else []
-    return f"{word} ({counts})" + (f": a Go needs {'; '.join(needed)}" if needed else "")
+    """The word and the number of lines of each kind, as `OPEN (2 passed, 9 not measured)`."""
+    statuses = [finding.status for finding in findings]
+    counts = [f"{statuses.count('fail')} failed"] if "fail" in statuses else [f"{statuses.count('pass')} passed"]
+    counts += [f"{statuses.count('not measured')} not measured"] if "not measured" in statuses else []
+    return f"{verdict_word(findings)} ({', '.join(counts)})"
 
 
 def print_findings(title: str, findings: Sequence[Finding], console: Console | None = None) -> None:
@@ -108,14 +107,14 @@ def print_findings(title: str, findings: Sequence[Finding], console: Console | N
         result = Text(finding.status.upper(), style=STYLES[finding.status])
         table.add_row(str(number), finding.name, result, Text(_evidence_and_remedy(finding)))
     console.print(table)
-    console.print(Text(verdict(findings), style=VERDICT_STYLES[_word(findings)]))
+    console.print(Text(verdict(findings), style=VERDICT_STYLES[verdict_word(findings)]))
 
 
 def findings_text(title: str, findings: Sequence[Finding]) -> str:
     lines = [title]
     for number, finding in enumerate(findings, start=1):
         when = f" [{utc(finding.at)}]" if finding.at else ""
-        lines.append(f"{number:2d}. {finding.status.upper():12s} {finding.name}: {_evidence_and_remedy(finding)}{when}")
+        lines.append(f"{number:2d}. {finding.status.upper():14s} {finding.name}: {_evidence_and_remedy(finding)}{when}")
     return "\n".join([*lines, verdict(findings), ""])
 
 
@@ -131,6 +130,18 @@ def write_findings(stem: Path, title: str, findings: Sequence[Finding], **facts:
     }
     write_json_atomic(stem.with_suffix(".json"), document)
     write_text_atomic(stem.with_suffix(".txt"), findings_text(f"{title}, judged {document['judged_at']}", findings))
+
+
+def parse_findings(records: object) -> list[Finding]:
+    """Findings from a JSON document that `write_findings` or an earlier version wrote; anything else is skipped."""
+    found = []
+    for record in records if isinstance(records, list) else []:
+        if isinstance(record, dict) and record.get("status") in STYLES:
+            texts = {key: str(record.get(key, "")) for key in ("evidence", "name", "remedy")}
+            at = record.get("at")
+            at = float(at) if isinstance(at, int | float) and 0 < at < LATEST_TIME else None
+            found.append(Finding(status=record["status"], at=at, **texts))
+    return found
 
 
 def _evidence_and_remedy(finding: Finding) -> str:

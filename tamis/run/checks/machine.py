@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tamis.config import Config
-from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, parameter_count
-from tamis.run.checks.findings import Criterion, Finding, failed, not_measured, pass_if, passed
+from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, flops_per_token, parameter_count
+from tamis.run.checks.findings import Criterion, Finding, failed, not_applicable, not_measured, pass_if, passed
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import MIB, Gpu, free_disk_mib
 from tamis.run.files.lock import RunLock
+from tamis.run.limits import CPU_FLOPS_PER_CORE, CPU_HOURS
 
 LOGS_MIB = 1024  # room for heartbeats, TensorBoard and logs
 FOREIGN_GPU_MIB = 2048  # more than a driver and a desktop use: another process computes there
@@ -57,7 +58,7 @@ def python_and_torch(subject: Subject) -> Finding:
 
 def driver_matches_torch(subject: Subject) -> Finding:
     if not subject.wants_gpu:
-        return not_measured("no GPU is used")
+        return not_applicable("no GPU is used")
     cuda = cuda_of_torch()
     if cuda is None:
         return failed("this torch is built for the CPU only")
@@ -72,7 +73,7 @@ def driver_matches_torch(subject: Subject) -> Finding:
 
 def gpus_are_there_and_free(subject: Subject) -> Finding:
     if not subject.wants_gpu:
-        return not_measured("no GPU: the run uses the CPU")
+        return not_applicable("no GPU: the run uses the CPU")
     if not subject.gpus:
         required_by = (
             "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
@@ -80,6 +81,20 @@ def gpus_are_there_and_free(subject: Subject) -> Finding:
         return failed(f"no GPU found, but {required_by}", "use a machine with a GPU, or set runtime.device: cpu")
     listing = ", ".join(f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free" for gpu in subject.gpus)
     return pass_if(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
+
+
+def finishes_in_time(subject: Subject) -> Finding:
+    """Refuse a run that a CPU cannot finish within days; GPUs are measured by `tamis estimate`."""
+    config = subject.config
+    if subject.wants_gpu:
+        return not_applicable("the run uses GPUs; tamis estimate measures their speed")
+    cores = os.cpu_count() or 1
+    flops = flops_per_token(config) * config.tokens_per_step(1) * config.train.steps
+    hours = flops / (cores * CPU_FLOPS_PER_CORE) / 3600
+    sentence = f"{config.train.steps:,} steps take at least {hours:,.1f} hours on {cores} cores (limit {CPU_HOURS:g})"
+    if hours > CPU_HOURS and config.runtime.device == "cpu":
+        return not_measured(f"{sentence}, but runtime.device is cpu: the CPU was asked for")
+    return pass_if(hours <= CPU_HOURS, sentence)
 
 
 def disk_for_checkpoints(subject: Subject) -> Finding:
@@ -129,7 +144,7 @@ def limits_are_wide_enough(subject: Subject) -> Finding:
 
 def shared_memory_is_large_enough(subject: Subject) -> Finding:
     if len(subject.gpus) < 2:
-        return not_measured("fewer than two GPUs: NCCL needs no shared memory")
+        return not_applicable("fewer than two GPUs: NCCL needs no shared memory")
     free = shutil.disk_usage("/dev/shm").free // MIB
     needed = SHARED_MEMORY_MIB_PER_GPU * len(subject.gpus)
     return pass_if(free >= needed, f"/dev/shm has {free} MiB free, {needed} MiB needed")
@@ -161,6 +176,11 @@ MACHINE_CHECKS = (
     ),
     Criterion(
         "GPUs are there and free", gpus_are_there_and_free, "stop the processes that nvidia-smi lists, then check again"
+    ),
+    Criterion(
+        "the device can finish the run",
+        finishes_in_time,
+        "use a machine with a GPU, lower train.steps or the model's size, or set runtime.device: cpu to insist",
     ),
     Criterion(
         "disk holds the checkpoints",

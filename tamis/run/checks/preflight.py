@@ -15,11 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config
-from tamis.run.checks.findings import Criterion, Finding, failed, is_go, not_measured, pass_if, verdict, write_findings
+from tamis.run.checks.findings import (
+    Criterion,
+    Finding,
+    failed,
+    has_failed,
+    not_applicable,
+    pass_if,
+    verdict,
+    write_findings,
+)
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
 from tamis.run.files.hardware import Gpu, read_gpus
 
 TAMIS = [sys.executable, "-m", "tamis"]
+QUICK = "; quick: collectives, data and model were not tried"
 FAILED = "FAILED: "  # begins the line with which a child gives its reason
 CHILD_TIMEOUT_S = {"collectives": 120, "data": 180, "verify": 600}
 
@@ -43,10 +53,10 @@ def run_preflight(
         for finding in _all_findings(subject, quick, emit):
             findings.append(finding)
             emit(_line(len(findings), finding))
-    emit(f"preflight: {verdict(findings)}")
+    emit(f"preflight: {verdict(findings)}{QUICK if quick else ''}")
     with suppress(OSError):  # a directory that cannot be written has a failed check above
         write_findings(subject.out_dir / "preflight", "Preflight", findings, config_hash=config.hash)
-    return 0 if is_go(findings) else 1
+    return 1 if has_failed(findings) else 0
 
 
 def _all_findings(subject: Subject, quick: bool, emit: Callable[[str], None]) -> Iterator[Finding]:
@@ -63,7 +73,7 @@ def _all_findings(subject: Subject, quick: bool, emit: Callable[[str], None]) ->
 def collectives_work(subject: Subject) -> Finding:
     processes = len(subject.gpus)
     if processes < 2:
-        return not_measured("fewer than two GPUs: nothing to connect")
+        return not_applicable("fewer than two GPUs: nothing to connect")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return _child_finding([*torchrun, "-m", "tamis.train.tools.collective_check"], "collectives")
 
@@ -83,8 +93,8 @@ def model_is_right(subject: Subject) -> list[Finding]:
     except (ValueError, KeyError, TypeError, IndexError):
         return [Finding("fail", _last_line(answer), name=MODEL, remedy=VERIFY_REMEDY)]
     if not any(finding.name.startswith("attention") for finding in findings):
-        findings.insert(0, Finding("not measured", "no kernels on this device: the reference computes", name=KERNELS))
-    if answer.returncode and is_go(findings):
+        findings.insert(0, Finding("not applicable", "no kernels on this device: the reference computes", name=KERNELS))
+    if answer.returncode and not has_failed(findings):
         findings.append(failed(f"tamis verify ended with exit code {answer.returncode}", VERIFY_REMEDY))
     return findings
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from tamis.run.checks.findings import (
     Finding,
     failed,
     has_failed,
+    not_applicable,
     not_measured,
     passed,
     print_findings,
@@ -37,17 +38,17 @@ def within(steps: int, measure: Callable[[Evidence], Finding]) -> Callable[[Evid
 
     def measure_beginning(evidence: Evidence) -> Finding:
         if evidence.last_step < steps:
-            return not_measured(_before(steps, evidence))
+            return _before(steps, evidence)
         return measure(evidence.until(steps))
 
     return measure_beginning
 
 
-def _before(steps: int, evidence: Evidence) -> str:
-    planned = evidence.config.train.steps if evidence.config else None
+def _before(steps: int, evidence: Evidence) -> Finding:
+    planned = evidence.planned_steps
     if planned is not None and planned < steps:
-        return f"the run has {planned} steps in all, fewer than {steps}"
-    return f"the run is at step {evidence.last_step}, before step {steps}"
+        return not_applicable(f"the run has {planned} steps in all, fewer than {steps}")
+    return not_measured(f"the run is at step {evidence.last_step}, before step {steps}")
 
 
 def phase_passed(number: int) -> Callable[[Evidence], Finding]:
@@ -55,6 +56,8 @@ def phase_passed(number: int) -> Callable[[Evidence], Finding]:
 
     def measure(evidence: Evidence) -> Finding:
         records = [r for r in read_go_no_go(evidence.directory) if r.get("phase") == number]
+        if not records and evidence.is_showcase:
+            return not_applicable("phases are asked of runs on GPUs and of production")
         if not records:
             return not_measured(f"phase {number} was not run here (tamis launch --phases runs it)")
         sentence = f"{records[-1]['verdict']} at {records[-1]['judged_at']} in {records[-1]['directory']}"
@@ -77,6 +80,16 @@ def _steps_of(directory: str) -> int | None:
 
 
 RUNBOOKS = (
+    Runbook(
+        "Goals of every run",
+        (
+            Criterion("all steps are done", training.goal_reached),
+            Criterion("loss is finite", training.loss_finite),
+            Criterion("loss is falling", training.loss_falling),
+            Criterion("no alarm stopped the run", operation.no_alarms),
+            Criterion("the logs that the config asks for are written", operation.logs_are_on),
+        ),
+    ),
     Runbook(
         "Pilot (runbook 0)",
         (
@@ -109,8 +122,8 @@ RUNBOOKS = (
         "Production (runbook 2)",
         (
             Criterion("phase 0: wiring, heartbeats present", phase_passed(0)),
-            Criterion("phase 1: no stall, finite, steady, balanced", phase_passed(1), is_needed=True),
-            Criterion("phase 2: longer, memory stable", phase_passed(2), is_needed=True),
+            Criterion("phase 1: no stall, finite, steady, balanced", phase_passed(1)),
+            Criterion("phase 2: longer, memory stable", phase_passed(2)),
             Criterion("heartbeats show the phases of a step on every rank", training.heartbeats_on_every_rank),
             Criterion("loss is finite", training.loss_finite),
             Criterion("memory is stable", gpu.memory_flat),
@@ -131,9 +144,23 @@ def judge_run(run_dir: str | Path, *, console: Console | None = None) -> int:
         print_findings(title, findings, console)
     every = [finding for findings in results.values() for finding in findings]
     write_findings(directory.path / "judgement", f"Success criteria of {directory.path}", every)
+    console.print(summary(every), soft_wrap=True, markup=False, highlight=False)
     return 1 if has_failed(every) else 0
 
 
 def judge_runbooks(evidence: Evidence) -> dict[str, list[Finding]]:
     """Findings by runbook title."""
     return {book.title: [criterion.apply(evidence) for criterion in book.criteria] for book in RUNBOOKS}
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The outcome of all criteria in one sentence."""
+    by_status = {
+        status: [f.name for f in findings if f.status == status] for status in ("pass", "fail", "not measured")
+    }
+    passed_count, failures, open_lines = map(len, by_status.values())
+    if failures:
+        return f"not successful: {failures} criteria failed: {'; '.join(dict.fromkeys(by_status['fail']))}"
+    if open_lines or not passed_count:
+        return f"open: {passed_count} criteria passed, {open_lines} were not measured"
+    return f"success: all {passed_count} criteria that apply to this run passed"

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
-from tamis.run.checks.findings import Finding, utc, verdict, write_findings
-from tamis.run.checks.runbooks import judge_runbooks
+from tamis.run.checks.findings import Finding, utc, write_findings
+from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -90,9 +90,10 @@ def collect(
     results = judge_runbooks(evidence)
     every = [finding for findings in results.values() for finding in findings]
     title = f"Success criteria, run of {evidence.span}"
+    say(summary(every))
     write_findings(folder / "criteria", title, [_redacted_finding(f, redact) for f in every])
     (folder / "report.html").write_text(report_page(evidence, results, redact), encoding="utf-8")
-    (folder / "README.txt").write_text(redact(_readme(evidence, verdict(every), missing)), encoding="utf-8")
+    (folder / "README.txt").write_text(redact(_readme(evidence, summary(every), missing)), encoding="utf-8")
     write_sums(folder)
     return missing
 

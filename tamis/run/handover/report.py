@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tamis.run.checks.evidence import Evidence, read_evidence
-from tamis.run.checks.findings import Finding, utc, verdict
+from tamis.run.checks.findings import Finding, parse_findings, utc, verdict
 from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
@@ -130,7 +130,7 @@ def _phase_tables(evidence: Evidence) -> list[dict[str, Any]]:
     return [
         _table(
             f"Phase {record['phase']}: {record['title']}, judged {record['judged_at']}",
-            [Finding(**finding) for finding in record["findings"]],
+            parse_findings(record["findings"]),
         )
         for record in read_go_no_go(evidence.directory)
     ]

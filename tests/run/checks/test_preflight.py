@@ -65,9 +65,9 @@ def test_a_failed_check_makes_the_exit_code_one_and_prints_the_remedy(tmp_path):
     assert "NO-GO" in lines[-1]
 
 
-def test_gpu_checks_are_not_measured_without_a_gpu(tmp_path):
+def test_gpu_checks_do_not_apply_without_a_gpu(tmp_path):
     found = {check.name: check.apply(subject(tmp_path)).status for check in MACHINE_CHECKS}
-    assert found["driver matches torch"] == found["GPUs are there and free"] == "not measured"
+    assert found["driver matches torch"] == found["GPUs are there and free"] == "not applicable"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,18 @@ def test_a_gpu_in_use_by_another_process_is_refused_by_name(tmp_path):
     assert found.status == "fail"
     assert "1: Card 80 60000 of 81920 MiB free" in found.evidence
     assert "nvidia-smi" in found.remedy
+
+
+def test_production_on_two_cpu_cores_is_refused_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    name = "the device can finish the run"
+    m7c = build_config({"train": {"steps": 50_000, "out_dir": str(tmp_path)}})
+    found = result_of(name, Subject(m7c, tmp_path / "c.yaml", []))
+    assert (found.status, "50,000 steps" in found.evidence, "GPU" in found.remedy) == ("fail", True, True)
+    asked = m7c.model_copy(update={"runtime": m7c.runtime.model_copy(update={"device": "cpu"})})
+    assert result_of(name, Subject(asked, tmp_path / "c.yaml", [])).status == "not measured"
+    assert result_of(name, subject(tmp_path)).status == "pass"
+    assert result_of(name, Subject(m7c, tmp_path / "c.yaml", [FREE_GPU])).status == "not applicable"
 
 
 def test_too_little_disk_is_refused_with_what_is_needed(tmp_path, monkeypatch):
@@ -165,17 +177,17 @@ def test_a_verification_that_crashes_after_good_results_fails(tmp_path, monkeypa
 
 
 def test_collectives_are_tried_only_across_several_gpus(tmp_path, monkeypatch):
-    assert preflight.collectives_work(subject(tmp_path, [FREE_GPU])).status == "not measured"
+    assert preflight.collectives_work(subject(tmp_path, [FREE_GPU])).status == "not applicable"
     monkeypatch.setattr(preflight, "_child", answer(1, "", "ncclSystemError: Cannot assign requested address"))
     found = preflight.collectives_work(subject(tmp_path, [FREE_GPU, FREE_GPU]))
     assert found.status == "fail"
     assert "ncclSystemError" in found.evidence
 
 
-def test_kernel_agreement_is_not_measured_without_kernels(tmp_path, monkeypatch):
+def test_kernel_agreement_does_not_apply_without_kernels(tmp_path, monkeypatch):
     results = [{"name": "causality", "passed": True, "measured": 0.0, "limit": 0.0, "detail": ""}]
     monkeypatch.setattr(preflight, "_child", answer(0, json.dumps({"checks": results})))
-    assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["not measured", "pass"]
+    assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["not applicable", "pass"]
 
 
 def test_the_real_data_path_is_tried_in_a_child(tmp_path):

@@ -166,7 +166,7 @@ def test_criteria_carry_evidence_and_the_time_of_judging(run, tmp_path):
     _, output, _ = bundle_of(run, tmp_path)
     criteria = json.loads(contents(output)["criteria.json"])
     assert criteria["judged_at"].endswith("Z")
-    assert {finding["status"] for finding in criteria["findings"]} == {"pass", "fail", "not measured"}
+    assert {finding["status"] for finding in criteria["findings"]} == {"pass", "fail", "not measured", "not applicable"}
 
 
 def test_no_user_name_of_this_machine_is_in_the_bundle(run, tmp_path):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, not_measured, pass_if
+from tamis.run.checks.findings import Finding, not_applicable, not_measured, pass_if
 from tamis.run.limits import GATES_LEARN_WITHIN_STEPS, GATES_MOVED, LARGEST_COLLAPSE_FRACTION, LOW_ENTROPY
 
 
@@ -23,12 +23,10 @@ def gates_have_learned(evidence: Evidence) -> Finding:
     """Require movement: three equal gates have entropy ln 3 and look healthy without having learned anything."""
     beats = [beat for beat in evidence.step_ends.get(0, []) if beat.gate_shares]
     if not beats:
-        return not_measured(_why_no_gates(evidence))
+        return _no_gates(evidence)
     first, last = beats[0], beats[-1]
     if last.step - first.step < GATES_LEARN_WITHIN_STEPS - 1:
-        return not_measured(
-            f"gates were watched over {last.step - first.step} steps, {GATES_LEARN_WITHIN_STEPS} needed"
-        )
+        return not_measured(f"gates over {last.step - first.step} steps, {GATES_LEARN_WITHIN_STEPS} needed")
     before, after = ([share for layer in beat.gate_shares or [] for share in layer] for beat in (first, last))
     moved = max(abs(a - b) for a, b in zip(before, after, strict=True))
     return pass_if(
@@ -42,7 +40,7 @@ def _at_the_end(evidence: Evidence, field: str, holds: Callable[[float], bool], 
     """Judge the worst value of the field in the last tenth of the steps."""
     beats = [beat for beat in evidence.step_ends.get(0, []) if getattr(beat, field) is not None]
     if not beats:
-        return not_measured(_why_no_gates(evidence))
+        return _no_gates(evidence)
     last = beats[-max(1, len(beats) // 10) :]
     values = [getattr(beat, field) for beat in last]
     worst = next((value for value in values if not (math.isfinite(value) and holds(value))), values[-1])
@@ -51,9 +49,9 @@ def _at_the_end(evidence: Evidence, field: str, holds: Callable[[float], bool], 
     )
 
 
-def _why_no_gates(evidence: Evidence) -> str:
+def _no_gates(evidence: Evidence) -> Finding:
     if evidence.config and evidence.config.model.attention == "dense":
-        return "dense attention has no gates"
+        return not_applicable("dense attention has no gates")
     if evidence.config and not evidence.config.train.aux_stats:
-        return "train.aux_stats is off"
-    return "the heartbeats hold no gate statistics"
+        return not_applicable("train.aux_stats is off")
+    return not_measured("the heartbeats hold no gate statistics")

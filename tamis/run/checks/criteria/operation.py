@@ -6,8 +6,9 @@ import re
 from itertools import pairwise
 from typing import Any
 
+from tamis.config import Config
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed, utc
+from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed, utc
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
 from tamis.run.limits import (
@@ -60,10 +61,15 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
 
 
 def logs_are_on(evidence: Evidence) -> Finding:
-    events = list(evidence.directory.tensorboard.glob("events.out.tfevents.*"))
-    board = sum(path.stat().st_size for path in events)
-    rows = len(evidence.training)
-    return pass_if(board > 0 and rows > 0, f"training.csv {rows} rows, TensorBoard {board} bytes")
+    """Require the logs that the config asks for: training.csv, TensorBoard or both."""
+    train = (evidence.config or Config()).train
+    if not train.csv and not train.tensorboard:
+        return not_applicable("train.csv and train.tensorboard are off")
+    files = list(evidence.directory.tensorboard.glob("events.out.tfevents.*"))
+    board, rows = sum(path.lstat().st_size for path in files), len(evidence.training)
+    sentence = f"training.csv {rows} rows" if train.csv else "training.csv off"
+    sentence += f", TensorBoard {board} bytes" if train.tensorboard else ", TensorBoard off"
+    return pass_if((rows > 0 or not train.csv) and (board > 0 or not train.tensorboard), sentence)
 
 
 def ran_long_enough(evidence: Evidence) -> Finding:
@@ -72,16 +78,11 @@ def ran_long_enough(evidence: Evidence) -> Finding:
     if hours is None:
         return failed("no step was finished")
     sentence = f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}"
-    if hours < PILOT_HOURS and not _ran_on_gpus(evidence):
-        return not_measured(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
+    if hours < PILOT_HOURS and not evidence.uses_gpus:
+        return not_applicable(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
     if hours < PILOT_HOURS and RunLock(evidence.directory.trainer_lock).is_held():
         return not_measured(f"{sentence}, and it is still running: judge it again later")
     return pass_if(hours >= PILOT_HOURS, sentence)
-
-
-def _ran_on_gpus(evidence: Evidence) -> bool:
-    """True if the heartbeats hold GPU memory; the machine's GPUs may not be what the run used."""
-    return any(beat.gpu_mem_alloc_gib is not None for beats in evidence.step_ends.values() for beat in beats)
 
 
 def _trained_hours(evidence: Evidence) -> float | None:
@@ -100,6 +101,8 @@ def resume_succeeded(evidence: Evidence) -> Finding:
         return passed(f"a new process continued at step {later[-1].step}", later[-1].ts)
     if len(firsts) > 1:
         return failed(f"{len(firsts)} processes, each began at step 1")
+    if evidence.is_showcase:
+        return not_applicable("never interrupted; a resume is asked of runs on GPUs")
     return not_measured("this run was never interrupted and resumed")
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, failed, not_measured, pass_if, passed
+from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.files.lock import RunLock
 from tamis.run.limits import (
     DRIFT,
     ESTIMATE_TOLERANCE,
@@ -31,6 +32,18 @@ def completed(evidence: Evidence) -> Finding:
     steps = evidence.config.train.steps
     done = evidence.last_step >= steps
     return pass_if(done, f"{evidence.last_step} of {steps} steps on every rank; last phase {last.phase}", last.ts)
+
+
+def goal_reached(evidence: Evidence) -> Finding:
+    """Like `completed`, but a run that is halted or still under way can reach its goal later."""
+    finding, last = completed(evidence), evidence.last_beat
+    if (
+        finding.status == "fail"
+        and last
+        and (last.phase == "halted" or RunLock(evidence.directory.trainer_lock).is_held())
+    ):
+        return not_measured(finding.evidence)
+    return finding
 
 
 def heartbeats_on_every_rank(evidence: Evidence) -> Finding:
@@ -90,9 +103,9 @@ def _steadiness(rank: int, times: list[float]) -> Finding:
 
 
 def throughput_stable(evidence: Evidence) -> Finding:
-    speeds = [row.toks_per_s for row in evidence.training[1:]]  # the first row includes compilation
+    speeds = _speeds(evidence)[1:]  # the first includes compilation
     if len(speeds) < LEAST_ROWS_FOR_TREND:
-        return not_measured(f"{len(speeds)} logged rows after the first are too few")
+        return not_measured(f"{len(speeds)} logged speeds after the first are too few")
     typical, slow = median(speeds), _percentile(speeds, 10)
     return pass_if(
         slow >= THROUGHPUT_SPREAD * typical > 0,
@@ -111,6 +124,8 @@ def throughput_over_floor(evidence: Evidence) -> Finding:
 def throughput_near_estimate(evidence: Evidence) -> Finding:
     """Allow 20% on both sides: too fast points to a wrong model, too slow to a wrong setting."""
     estimate = evidence.info.get("estimate_toks_per_s")
+    if not estimate and not evidence.uses_gpus:
+        return not_applicable("an estimate is made for runs on GPUs only")
     if not estimate:
         return not_measured("run.info holds no measured estimate for this machine (tamis estimate makes one)")
     measured = _typical_throughput(evidence)
@@ -138,6 +153,13 @@ def _typical_throughput(evidence: Evidence) -> float | None:
     speeds = [beat.toks_per_s for beat in ends[WARM_UP_STEPS:] or ends if beat.toks_per_s]
     speeds = speeds or [row.toks_per_s for row in evidence.training]
     return median(speeds) if speeds else None
+
+
+def _speeds(evidence: Evidence) -> list[float]:
+    """Logged tokens per second; from the heartbeats where train.csv is false."""
+    if evidence.training:
+        return [row.toks_per_s for row in evidence.training]
+    return [beat.toks_per_s for beat in evidence.step_ends.get(0, []) if beat.toks_per_s]
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
