@@ -21,7 +21,8 @@ from tamis.data.tokenizer import END_OF_TEXT
 PARQUET, JSONL, TEXT = (".parquet",), (".jsonl", ".jsonl.gz", ".ndjson"), (".txt", ".text", ".md")
 ROWS_PER_BATCH = 256
 TEXT_PIECE_BYTES = 16 * 1024  # a text file without separators is cut at the first blank line after this many bytes …
-TEXT_PIECE_LIMIT = 4 * TEXT_PIECE_BYTES  # … or at the first line end after this many
+TEXT_PIECE_LIMIT = 4 * TEXT_PIECE_BYTES  # … or at the first line end after this many; longer lines are cut
+MOST_LINE_BYTES = 16 * 2**20  # of a JSONL file
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,20 @@ def check_column(text_column: str, names: list[str], where: str) -> None:
 
 def read_jsonl(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
     """Yield one record per line, so that a record's number is its line."""
-    for line in itertools.islice(_lines(path), start, None):
-        yield _json_record(line, text_column)
+    number, is_rest = 0, False
+    for line in _lines(path, MOST_LINE_BYTES):
+        is_whole = line.endswith(b"\n") or len(line) < MOST_LINE_BYTES
+        if number >= start and not is_rest:
+            too_long = BadRecord(f"a line of more than {MOST_LINE_BYTES // 2**20} MiB; split the document")
+            yield _json_record(line, text_column) if is_whole else too_long
+        number, is_rest = number + is_whole, not is_whole
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file; a longer line comes in parts of `most_bytes`."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            yield from lines
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from iter(lambda: file.readline(most_bytes), b"")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}): replace or remove the file") from error
 
@@ -130,6 +137,8 @@ def _json_record(line: bytes, text_column: str) -> Record:
         value = json.loads(line)
         text = value[text_column]
         return text.encode() if text is not None else None
+    except RecursionError:
+        return BadRecord("JSON that is nested too deeply")
     except UnicodeError as error:
         return BadRecord(f"invalid Unicode ({error})")
     except ValueError as error:
@@ -144,7 +153,7 @@ def read_text(path: Path) -> Iterator[Record]:
     """Yield documents, which end at a line `<|endoftext|>`; longer text is cut at a blank line. No text is lost."""
     piece, size = [], 0
     mark = END_OF_TEXT.encode()
-    for line in _lines(path):
+    for line in _cut_lines(path):
         ends = line.strip() == mark
         if not ends:
             piece.append(line)
@@ -154,6 +163,24 @@ def read_text(path: Path) -> Iterator[Record]:
             piece, size = [], 0
     if piece:
         yield b"".join(piece)
+
+
+def _cut_lines(path: Path) -> Iterator[bytes]:
+    """Yield lines; those above TEXT_PIECE_LIMIT are cut after a space if there is one, never inside a character."""
+    rest = b""
+    for part in _lines(path, TEXT_PIECE_LIMIT):
+        line = rest + part
+        is_whole = part.endswith(b"\n") or len(part) < TEXT_PIECE_LIMIT
+        end = len(line) if is_whole else line.rfind(b" ", TEXT_PIECE_LIMIT // 2) + 1 or _last_character(line)
+        yield line[:end]
+        rest = line[end:]
+    if rest:
+        yield rest
+
+
+def _last_character(text: bytes) -> int:
+    """Where the last UTF-8 character begins."""
+    return next((len(text) - back for back in range(1, 5) if text[-back] & 0xC0 != 0x80), len(text))
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tamis.config import Config
+from tamis.data.checksums import ChecksumThread, file_sha256
 from tamis.data.errors import DataError, end_of_data
 from tamis.data.order import shuffled
 from tamis.data.tokenizer import TokenIds
 
 MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 64 * 2**20
 FORMAT = 1
 Split = Literal["train", "val"]
 
@@ -70,27 +73,42 @@ class Manifest:
 
 
 def read_shard_manifest(folder: Path) -> Manifest:
+    """Read and validate the manifest of a folder of shards."""
     path = folder / MANIFEST
     try:
+        if path.stat().st_size > MOST_MANIFEST_BYTES or not path.is_file():
+            raise ValueError(f"it is no file of at most {MOST_MANIFEST_BYTES // 2**20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise DataError(
                 f"{path} has format {content['format']}, this version reads {FORMAT}: prepare the data again"
             )
-        shards = [Shard(**shard) for shard in content.pop("shards")]
+        shards = [_valid(Shard(**shard)) for shard in content.pop("shards")]
         known = {name: value for name, value in content.items() if name in Manifest.__dataclass_fields__}
         return Manifest(**known, shards=shards)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: make it with `tamis data prepare`, or set data.local_path") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): prepare the data again") from error
+
+
+def _valid(shard: Shard) -> Shard:
+    """Check the types of a shard, and that its file is in the folder itself."""
+    if not isinstance(shard.file, str) or not re.fullmatch(r"\w[\w.-]*", shard.file):
+        raise ValueError(f"the shard {shard.file!r} is not a file name inside the folder")
+    counts = (shard.tokens, shard.documents)
+    if not all(type(count) is int and 0 <= count < 2**48 for count in counts) or shard.split not in ("train", "val"):
+        raise ValueError(f"the shard {shard.file} has no valid split or counts")
+    return shard
 
 
 class TokenRow:
     """All tokens of one split as one array."""
 
-    def __init__(self, folder: Path, manifest: Manifest, split: Split) -> None:
-        self._maps = [_mapped(folder, shard) for shard in manifest.shards if shard.split == split and shard.tokens]
+    def __init__(self, folder: Path, manifest: Manifest, split: Split, vocab_size: int) -> None:
+        shards = [shard for shard in manifest.shards if shard.split == split and shard.tokens]
+        self._paths, self._vocab_size = [folder / shard.file for shard in shards], vocab_size
+        self._maps = [_mapped(folder, shard) for shard in shards]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -102,6 +120,11 @@ class TokenRow:
         start -= int(self._ends[index - 1]) if index else 0
         while count and index < len(self._maps):
             piece = self._maps[index][start : start + count]
+            if piece.max() >= self._vocab_size:
+                raise DataError(
+                    f"{self._paths[index]} holds the token {piece.max()} between tokens {start:,} and "
+                    f"{start + len(piece):,}, outside the vocabulary of {self._vocab_size}: prepare the data again"
+                )
             pieces.append(piece)
             count -= len(piece)
             index, start = index + 1, 0
@@ -117,7 +140,8 @@ class ShardSamples:
         folder, manifest = open_folder(config)
         self.rank, self.world_size = rank, world_size
         self.seq_len, self.seed, self.epochs = config.train.seq_len, config.train.seed, config.data.epochs
-        self._row = TokenRow(folder, manifest, "train")
+        self._row = TokenRow(folder, manifest, "train", config.vocab_size)
+        self.checksums = ChecksumThread({folder / shard.file: shard.sha256 for shard in manifest.shards})
         self._per_epoch = max(0, len(self._row) - 1) // self.seq_len
         if not self._per_epoch:
             raise DataError(
@@ -133,6 +157,8 @@ class ShardSamples:
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """The next `count` samples of this rank, [count, seq_len + 1]; at the end of data all ranks fail together."""
+        if self.checksums.damaged:
+            raise DataError(f"{self.checksums.damaged} is damaged (its checksum differs): prepare the data again")
         after = self._next - self.rank + count * self.world_size
         if self.epochs is not None and after > self._per_epoch * self.epochs:
             raise end_of_data(self._next - self.rank, self.seq_len, self.epochs)
@@ -168,7 +194,7 @@ def open_folder(config: Config) -> tuple[Path, Manifest]:
 
 def held_out_stretches(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
     """The first samples of the held-out shards."""
-    row = TokenRow(*open_folder(config), "val")
+    row = TokenRow(*open_folder(config), "val", config.vocab_size)
     seq_len = config.train.seq_len
     count = min(wanted, max(0, len(row) - 1) // seq_len)
     return [row.stretch(i * seq_len, seq_len + 1) for i in range(count)]
@@ -176,7 +202,9 @@ def held_out_stretches(config: Config, wanted: int) -> list[npt.NDArray[np.int32
 
 def damaged_shards(folder: Path) -> list[str]:
     """Names of the files whose checksum differs from the manifest."""
-    return [shard.file for shard in read_shard_manifest(folder).shards if _sha256(folder / shard.file) != shard.sha256]
+    return [
+        shard.file for shard in read_shard_manifest(folder).shards if file_sha256(folder / shard.file) != shard.sha256
+    ]
 
 
 def _mapped(folder: Path, shard: Shard) -> TokenIds:
@@ -193,10 +221,3 @@ def _mapped(folder: Path, shard: Shard) -> TokenIds:
 def _fingerprint(manifest: Manifest, config: Config) -> str:
     what = [[shard.sha256 for shard in manifest.shards], config.train.seq_len, config.train.seed]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-
-
-def _sha256(path: Path) -> str:
-    if not path.exists():
-        return "missing"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

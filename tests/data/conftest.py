@@ -22,6 +22,14 @@ def config_of(**overrides: object) -> Config:
     return load_config(None, [f"{key.replace('_', '.', 1)}={json.dumps(value)}" for key, value in values.items()])
 
 
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, for the checksums that a machine remembers."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Three JSONL files of 60 documents, all different, of 5 to 200 bytes."""

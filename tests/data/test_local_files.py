@@ -83,6 +83,27 @@ def test_long_text_without_marks_is_cut_between_paragraphs_and_nothing_is_lost(t
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
 
 
+def test_a_line_without_end_is_cut_between_words_or_characters_and_nothing_is_lost(tmp_path):
+    words, letters = "some words " * 40_000, "é–𝄞x" * 50_000
+    for name, text in (("words.txt", words), ("letters.txt", letters), ("both.txt", letters + words)):
+        (tmp_path / name).write_text(text)
+        pieces = [record.decode() for record in read_text(tmp_path / name)]
+        assert "".join(pieces) == text
+        assert max(len(piece.encode()) for piece in pieces) <= 3 * TEXT_PIECE_BYTES * 4
+    assert all(
+        piece.endswith(("words ", "some "))
+        for piece in [record.decode() for record in read_text(tmp_path / "words.txt")]
+    )
+
+
+def test_records_after_a_line_that_is_too_long_keep_their_numbers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + 40 * 2**20 * b"x" + b'\n{"text": "c"}\n')
+    records = list(LocalFiles(path).read(0))
+    assert [number for number, _ in records] == [0, 1, 2]
+    assert records[2][1] == b"c" and list(LocalFiles(path).read(0, 2)) == [(2, b"c")]
+
+
 def test_a_folder_is_read_with_its_subfolders_but_not_hidden_files(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.txt").write_text("b")
@@ -100,6 +121,8 @@ def test_a_folder_is_read_with_its_subfolders_but_not_hidden_files(tmp_path):
         (b'{"text": 5}', "not an object with text"),
         (b'{"text": "\xff\xfe"}', "invalid Unicode|invalid UTF-8"),
         (rb'{"text": "\ud800"}', "invalid Unicode"),
+        (100_000 * b"[", "JSON that is nested too deeply"),
+        (b'{"text": "' + 17 * 2**20 * b"x" + b'"}', "a line of more than 16 MiB"),
     ],
 )
 def test_an_unreadable_line_stops_with_file_and_line_or_is_counted(tmp_path, line, reason):

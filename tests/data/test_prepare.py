@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tamis.config import Config
-from tamis.data import DataError, open_loader, tokenizer_for, validation_batches
+from tamis.data import DataError, checksums, open_loader, tokenizer_for, validation_batches
+from tamis.data.opening import open_samples
 from tamis.data.prepare import PrepareProgress, prepare
 from tamis.data.shards import damaged_shards, read_shard_manifest
 from tests.data.conftest import config_of, documents, write_corpus
@@ -175,7 +176,9 @@ def test_a_damaged_or_shortened_shard_is_found(tmp_path, corpus):
         open_loader(shards(tmp_path))
 
 
-@pytest.mark.parametrize("manifest", ["{", "{}", '{"format": 99}', '{"format": 1, "shards": [{"file": 1}]}'])
+@pytest.mark.parametrize(
+    "manifest", ["{", "{}", "[]", 100_000 * "[", '{"format": 99}', '{"format": 1, "shards": [{"file": 1}]}']
+)
 def test_a_manifest_that_cannot_be_understood_is_an_error_that_names_it(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(DataError, match=r"manifest\.json"):
@@ -204,3 +207,60 @@ def test_validation_reads_the_held_out_shards_alone(tmp_path, corpus):
     rows = np.concatenate(validation_batches(shards(tmp_path, train_eval_batches=3)))
     ids = np.concatenate([np.fromfile(file, "<u2") for file in sorted(tmp_path.glob("val-*.bin"))])
     assert np.array_equal(rows[:, :-1].ravel(), ids[: rows[:, :-1].size])
+
+
+def change_token(path: Path, index: int, token: int) -> None:
+    content = np.fromfile(path, "<u2")
+    content[index] = token
+    content.tofile(path)
+
+
+def test_training_finds_a_changed_shard_by_its_checksum_and_hashes_each_file_once(tmp_path, corpus, monkeypatch):
+    hashed: list[str] = []
+    original = checksums.file_sha256
+    monkeypatch.setattr(checksums, "file_sha256", lambda path: hashed.append(path.name) or original(path))
+    folder = tmp_path / "shards"
+    prepare(local(corpus), folder, shard_tokens=500)
+    for _ in range(2):
+        samples = open_samples(shards(folder), 0, 1)
+        samples.checksums.join()
+        assert samples.take(1).shape == (1, 17)
+    files = sorted(path.name for path in folder.glob("*.bin"))
+    assert sorted(hashed) == files  # the second time they are remembered
+
+    change_token(folder / files[0], 3, 65)
+    samples = open_samples(shards(folder), 0, 1)
+    samples.checksums.join()
+    with pytest.raises(DataError, match=rf"{files[0]} is damaged \(its checksum differs\)"):
+        samples.take(1)
+
+
+def test_without_a_cache_folder_checksums_are_still_compared(tmp_path, corpus, monkeypatch):
+    folder = tmp_path / "shards"
+    prepare(local(corpus), folder)
+    change_token(folder / "train-00000.bin", 3, 65)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    samples = open_samples(shards(folder), 0, 1)
+    samples.checksums.join()
+    assert samples.checksums.damaged == folder / "train-00000.bin"
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path, corpus):
+    prepare(local(corpus), tmp_path / "shards")
+    change_token(tmp_path / "shards" / "train-00000.bin", 40, 300)
+    loader = open_loader(shards(tmp_path / "shards", data_epochs=1))
+    with pytest.raises(DataError, match=r"train-00000\.bin (holds the token 300 between|is damaged)"):
+        while True:
+            loader.next()
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "a/b.bin", "", ".."])
+def test_a_manifest_names_only_files_inside_its_folder(tmp_path, corpus, name):
+    prepare(local(corpus), tmp_path / "shards")
+    path = tmp_path / "shards" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"][0]["file"] = name
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"manifest\.json cannot be read \(the shard .* is not a file name inside"):
+        open_loader(shards(tmp_path / "shards"))
