@@ -8,18 +8,22 @@ last, and only a checkpoint that matches its manifest is loaded. It is one file,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from tamis.config import Config, ConfigError
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.identity import config_changes
+from tamis.run.files.manifest import DamagedCheckpoint
 from tamis.run.files.records import write_atomic
 
-MUST_MATCH = ("model", "nsa")  # sections that decide what the weights mean
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, per parameter
 
 State = dict[str, Any]
 
@@ -106,13 +110,13 @@ def load_checkpoint(path: Path, config: Config, device: torch.device, sharded: S
     """
     if sharded is None or not path.is_dir():
         state = read_checkpoint(path, device)
-        _require_same_model(path, state["config"], config)
+        require_same_model(path, state["config"], config)
         return state if sharded is None else _divided(state, sharded)
     from tamis.checkpoint.sharded import read_facts, read_into
 
     checkpoints.require_valid(path)
     facts = read_facts(path)
-    _require_same_model(path, facts["config"], config)
+    require_same_model(path, facts["config"], config)
     return facts | read_into(path, sharded)
 
 
@@ -120,22 +124,87 @@ def _divided(state: State, sharded: State) -> State:
     from tamis.checkpoint.sharded import shard_like
 
     parameters = sharded["model"]
-    model = {name: shard_like(parameters[name], tensor) for name, tensor in state["model"].items()}
+    model = {name: shard_like(parameters.get(name), tensor) for name, tensor in state["model"].items()}
     optimizer = {
-        name: {key: shard_like(parameters[name], tensor) for key, tensor in moments.items()}
+        name: {key: shard_like(parameters.get(name), tensor) for key, tensor in moments.items()}
         for name, moments in state["optimizer"].items()
     }
     return {**state, "model": model, "optimizer": optimizer}
 
 
-def _require_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
-    current = config.model_dump()
-    for section in MUST_MATCH:
-        for key, value in current[section].items():
-            if key != "name" and saved[section].get(key) != value:
-                raise ConfigError(
-                    f"{path} holds a model with {section}.{key}={saved[section].get(key)}, but the configuration says "
-                    f"{value}: resume with the configuration it was trained with, or choose another train.out_dir"
-                )
-    if saved["data"]["tokenizer"] != config.data.tokenizer:
-        raise ConfigError(f"{path} was trained on {saved['data']['tokenizer']} tokens: set data.tokenizer to that")
+def saved_config(path: Path) -> dict[str, Any] | None:
+    """Return the configuration in a checkpoint without reading its tensors; None if it cannot be read."""
+    from tamis.checkpoint.sharded import read_facts
+
+    try:
+        state = read_facts(path) if path.is_dir() else torch.load(path, mmap=True, weights_only=True)
+        return dict(state["config"])
+    except Exception:  # torch.load has no common error; `read_checkpoint` verifies the file and explains
+        return None
+
+
+def require_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
+    """Raise a ConfigError that names the keys if the checkpoint is of another model, data, tokenizer or seed."""
+    foreign = [change for change in config_changes(saved, config) if change.is_identity]
+    if foreign:
+        keys = ", ".join(f"{change.key}={change.old}, but the configuration says {change.new}" for change in foreign)
+        raise ConfigError(
+            f"{path} was trained with {keys}: resume with the configuration it was trained with, "
+            "or choose another train.out_dir and start without --resume"
+        )
+
+
+def require_whole_state(path: Path, state: State, model: dict[str, Tensor], trained: Iterable[str]) -> None:
+    """Raise DamagedCheckpoint unless the state fits `model` and its `trained` names; the message names the tensor.
+
+    A fused optimizer does not check what it is given: a moment of a wrong shape is an invalid memory access.
+    """
+    wrong = [*_problems_of_model(state, model), *_problems_of_optimizer(state, model, set(trained))]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be used: {wrong[0]}{more}")
+
+
+def _problems_of_model(state: State, model: dict[str, Tensor]) -> Iterator[str]:
+    step, saved = state.get("step"), state["model"]
+    if not isinstance(step, int) or step < 0:
+        yield f"its step is {step}"
+    yield from (f"weight {name} is missing" for name in model if name not in saved)
+    yield from (f"the model has no weight {name}" for name in saved if name not in model)
+    for name in model.keys() & saved.keys():
+        yield from _problems_of(f"weight {name}", saved[name], model[name])
+
+
+def _problems_of_optimizer(state: State, model: dict[str, Tensor], trained: set[str]) -> Iterator[str]:
+    saved = state["optimizer"]
+    # A parameter that no gradient ever reached has no moments. Checkpoints name these; the oldest ones do not.
+    unreached = set(state.get("without_moments", trained if saved or state["step"] == 0 else ()))
+    yield from (f"the moments of {name} are missing" for name in sorted(trained - saved.keys() - unreached))
+    yield from (f"the model does not train {name}, which has moments" for name in saved if name not in trained)
+    for name in trained & saved.keys():
+        yield from _problems_of_moments(name, saved[name], model[name])
+
+
+def _problems_of_moments(name: str, moments: dict[str, Tensor], parameter: Tensor) -> Iterator[str]:
+    if set(moments) != MOMENTS:
+        yield f"the moments of {name} are {', '.join(sorted(moments))}; they must be {', '.join(sorted(MOMENTS))}"
+        return
+    for key in ("exp_avg", "exp_avg_sq"):
+        yield from _problems_of(f"{key} of {name}", moments[key], parameter)
+    step = moments["step"]
+    if step.numel() != 1 or not 0 <= float(step) < math.inf:
+        yield f"the optimizer step of {name} is {step.tolist()}"
+
+
+def _problems_of(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[str]:
+    if tensor.shape != parameter.shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, the model has {tuple(parameter.shape)}"
+    elif tensor.dtype != parameter.dtype:
+        yield f"{name} is {tensor.dtype}, the model is {parameter.dtype}"
+    elif not bool(_local(tensor).isfinite().all()):
+        yield f"{name} holds values that are not finite"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

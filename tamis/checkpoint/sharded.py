@@ -107,7 +107,7 @@ def read_into(path: Path, sharded: State) -> State:
     return unflatten(tensors)
 
 
-def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+def shard_like(parameter: Tensor | None, value: Tensor) -> Tensor:
     """Return `value`, whole on every rank, sharded as `parameter` is."""
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value

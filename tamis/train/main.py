@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import torch
 
 from tamis.attention.functional import describe
+from tamis.checkpoint.file import require_same_model, saved_config
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import flops_per_token, parameter_count
 from tamis.data import DataError, EndOfData
@@ -34,6 +35,7 @@ from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import read_gpus
 from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.identity import require_same_run
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
 from tamis.run.files.records import write_json_atomic, write_text_atomic
@@ -66,7 +68,8 @@ def train_config(config: Config, resume: str | None = None) -> int:
     """Train `config` in this process, alone or as one of torchrun's ranks; returns the exit code."""
     started = time.time()
     _require_gpu_for_production(config)
-    if (problem := _problem_with(resume)) is not None:
+    require_same_run(RunDirectory(config.train.out_dir), config)  # before anything in the directory changes
+    if (problem := _problem_with(resume, config)) is not None:
         Console().error(problem)
         return ExitCode.USAGE
     RunDirectory(config.train.out_dir).create()  # a path that cannot be a directory is refused before anything slow
@@ -108,13 +111,15 @@ def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> i
         trainer.close()
 
 
-def _problem_with(resume: str | None) -> str | None:
+def _problem_with(resume: str | None, config: Config) -> str | None:
     """Return why `resume` cannot be used, or None; checked before anything in the run directory changes."""
     if resume is None or resume == "auto":
         return None
     path = Path(resume)
-    if path.exists() and path.with_suffix(".json").exists():
-        return None  # its bytes are checked when it is loaded
+    if path.exists() and path.with_suffix(".json").exists():  # its bytes are checked when it is loaded
+        if (saved := saved_config(path)) is not None:
+            require_same_model(path, saved, config)
+        return None
     if path.is_dir() and (newest := latest_valid_checkpoint(path)) is not None:
         return f"--resume {path} is a directory: give {RunDirectory(path).checkpoint(newest)}, or auto"
     try:
@@ -155,8 +160,11 @@ def _train(trainer: Trainer, resume: str | None, started: float) -> int:
     # Rank 0 chooses for all: on a shared disk two ranks could see different newest checkpoints.
     chosen = ranks.together(lambda: _checkpoint_to_resume(trainer.run, resume) if ranks.is_main else None)
     if ranks.is_main:
-        _prepare_directory(trainer, started)
+        _clear_leftovers(trainer, started)
     trainer.open(ranks.gather(chosen)[0])
+    if ranks.is_main:  # only now: a refused start leaves the records of the run before as they were
+        write_text_atomic(trainer.run.config_yaml, trainer.config.to_yaml())
+        write_json_atomic(trainer.run.env_json, describe_environment(read_gpus()))
     code = trainer.train()
     if trainer.ranks.is_main:
         trainer.run.require_held()
@@ -185,14 +193,13 @@ def _announce(trainer: Trainer) -> None:
         say(line)
 
 
-def _prepare_directory(trainer: Trainer, started: float) -> None:
+def _clear_leftovers(trainer: Trainer, started: float) -> None:
+    """Remove a stale `.HALT`, temporary files of killed saves, and the anomaly of an earlier attempt."""
     run = trainer.run
     if not is_supervised() and (stale := HaltFile(run.halt).discard_stale(started)):
         trainer.console.say(stale)
     remove_leftovers(run)
     run.anomaly.unlink(missing_ok=True)
-    write_text_atomic(run.config_yaml, trainer.config.to_yaml())
-    write_json_atomic(run.env_json, describe_environment(read_gpus()))
 
 
 def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:

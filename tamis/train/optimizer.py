@@ -72,7 +72,8 @@ class OptimizerStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name, independent of the order and the sharding of the parameters."""
         optimizer = {name: dict(self.optimizer.state[p]) for name, p in self.named.items() if p in self.optimizer.state}
-        return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        without = [name for name in self.named if name not in optimizer]  # no gradient ever reached them
+        return {"optimizer": optimizer, "without_moments": without, "scaler": self.scaler.state_dict()}
 
     def blank_moments(self) -> dict[str, dict[str, Tensor]]:
         """Return an optimizer state to read a checkpoint into, sharded as the parameters are."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from tamis.checkpoint.file import load_checkpoint, save_checkpoint
+from tamis.checkpoint.file import load_checkpoint, require_whole_state, save_checkpoint
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, merge_states, open_loader, validation_batches
 from tamis.data.loader import Batch
@@ -20,6 +20,7 @@ from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.heartbeat import Phase
+from tamis.run.files.identity import config_changes, record_changes
 from tamis.run.files.lock import RunLock, require_no_launch
 from tamis.run.worker.signals import EXIT_CODE_OF, StopReason, StopSignals, is_supervised
 from tamis.train.console import Console
@@ -241,11 +242,21 @@ class Trainer:
             rng = torch.get_rng_state()
             sharded = {"model": decoder.state_dict(), "optimizer": optimizer.blank_moments(), "rng": rng}
         state = load_checkpoint(path, self.config, self.ranks.device, sharded)
+        require_whole_state(path, state, decoder.state_dict(), optimizer.named)
         decoder.load_state_dict(state["model"])
         optimizer.load_state_dict(state)
         self.loader.restore(state["data"])
         torch.set_rng_state(state["rng"].cpu())
         self.step = self.saved_step = state["step"]
+        self._report_changes(state["config"])
+
+    def _report_changes(self, saved: dict[str, Any]) -> None:
+        """Print and record the hyperparameters that differ from the checkpoint's. A supervisor records them itself."""
+        changes = config_changes(saved, self.config)
+        for change in changes:
+            self.console.say(f"changed since the checkpoint: {change}")
+        if self.ranks.is_main and not is_supervised():
+            record_changes(EventLog(self.run, by="trainer"), changes, self.step)
 
     def _require_something_to_do(self, checkpoint: str) -> None:
         steps = self.config.train.steps

@@ -6,18 +6,19 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tamis.checkpoint.file import read_checkpoint
+from tamis.checkpoint.file import read_checkpoint, require_whole_state, save_file
 from tamis.checkpoint.sharded import flatten
-from tamis.config import Config
+from tamis.config import Config, ConfigError
 from tamis.data.loader import Batch, Loader
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
+from tamis.run.files.manifest import DamagedCheckpoint
 from tamis.train import main
 from tamis.train.trainer import Trainer
 from tests.train.processes import ranks, run_ranks, tiny_config, train_rank
@@ -139,9 +140,111 @@ def test_resuming_a_finished_run_is_refused(tmp_path: Path) -> None:
     assert RunDirectory(config.train.out_dir).training_csv.read_text() == before
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path: Path) -> None:
-    run_ranks(tmp_path / "first", 1, train_rank, tiny_config(tmp_path / "run", "train.steps=3"))
-    other: Any = tiny_config(tmp_path / "run", "train.steps=9", "nsa.w=32")
-    with ranks(tmp_path / "again", 1, train_rank, other, "auto") as running:
-        assert running.wait() == [2]
-        assert "nsa.w=64, but the configuration says 32" in running.log(0)
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_start_with_another_model_or_seed_is_refused_with_the_key_and_changes_no_byte(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run_ranks(tmp_path / "first", 1, train_rank, tiny_config(run.path, "train.steps=3"))
+    before = files(run.path)
+    explicit = str(run.checkpoint(3))
+    cases: list[tuple[str, Path, str | None, str]] = [
+        ("nsa.w=32", run.path, "auto", "nsa.w=64 (asked for: 32)"),
+        ("train.seed=2", run.path, None, "train.seed=1337 (asked for: 2)"),
+        ("nsa.w=32", tmp_path / "new", explicit, "nsa.w=64, but the configuration says 32"),
+    ]
+    for number, (key, out, resume, said) in enumerate(cases):
+        other = tiny_config(out, "train.steps=9", key)
+        with ranks(tmp_path / f"again{number}", 1, refused_rank, other, resume) as running:
+            assert running.wait() == [2], running.output()
+            assert said in running.log(0)
+    assert files(run.path) == before and not (tmp_path / "new").exists()
+
+
+def refused_rank(config: Config, resume: str | None) -> int:
+    try:
+        return main.train_config(config, resume)
+    except ConfigError as error:
+        print(error)
+        return 2
+
+
+def test_a_resume_with_other_hyperparameters_prints_and_records_what_changed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run_ranks(tmp_path / "first", 1, train_rank, tiny_config(run.path, "train.steps=3", "train.lr=0.001"))
+    said = run_ranks(
+        tmp_path / "again", 1, train_rank, tiny_config(run.path, "train.steps=4", "train.lr=0.002"), "auto"
+    )
+    assert "[tamis] changed since the checkpoint: train.lr: 0.001 → 0.002" in said
+    (event,) = [event for event in read_events(run) if event["event"] == "config_changed"]
+    changes = {"train.lr": [0.001, 0.002], "train.steps": [3, 4]}
+    assert event["evidence"] == {"step": 3, "changes": changes}
+
+
+def break_shape(state: dict) -> None:
+    moments = next(iter(state["optimizer"].values()))
+    moments["exp_avg"] = moments["exp_avg"][..., :1]
+
+
+def break_dtype(state: dict) -> None:
+    name = next(iter(state["model"]))
+    state["model"][name] = state["model"][name].half()
+
+
+def break_value(state: dict) -> None:
+    next(iter(state["optimizer"].values()))["exp_avg_sq"].view(-1)[0] = float("nan")
+
+
+def break_step(state: dict) -> None:
+    next(iter(state["optimizer"].values()))["step"].fill_(-1)
+
+
+def lose_moments(state: dict) -> None:
+    state["optimizer"].popitem()
+
+
+def lose_a_moment(state: dict) -> None:
+    del next(iter(state["optimizer"].values()))["exp_avg_sq"]
+
+
+def lose_a_weight(state: dict) -> None:
+    state["model"].popitem()
+
+
+def add_moments(state: dict) -> None:
+    state["optimizer"]["another"] = {}
+
+
+DAMAGE = {
+    break_shape: r"exp_avg of \S+ has shape",
+    break_dtype: r"weight \S+ is torch.float16, the model is torch.float32",
+    break_value: r"exp_avg_sq of \S+ holds values that are not finite",
+    break_step: r"the optimizer step of \S+ is -1",
+    lose_moments: r"the moments of \S+ are missing",
+    lose_a_moment: r"the moments of \S+ are exp_avg, step",
+    lose_a_weight: r"weight \S+ is missing",
+    add_moments: r"the model does not train another",
+}
+
+
+def test_a_state_that_does_not_fit_the_model_is_refused_with_the_name_of_the_tensor(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "train.steps=3")
+    run_ranks(tmp_path / "first", 1, train_rank, config)
+    run, cpu = RunDirectory(config.train.out_dir), torch.device("cpu")
+    path = run.checkpoint(3)
+    model = {name: tensor.clone() for name, tensor in read_checkpoint(path, cpu)["model"].items()}
+    trained = set(read_checkpoint(path, cpu)["optimizer"])
+    require_whole_state(path, read_checkpoint(path, cpu), model, trained)
+    for damage, said in DAMAGE.items():
+        state = read_checkpoint(path, cpu)
+        damage(state)
+        with pytest.raises(DamagedCheckpoint, match=said):
+            require_whole_state(path, state, model, trained)
+    state = read_checkpoint(path, cpu)
+    break_shape(state)
+    save_file(run, state, config)  # its manifest is right: only the shape is wrong
+    longer = tiny_config(run.path, "train.steps=9")
+    with ranks(tmp_path / "again", 1, train_rank, longer, "auto") as running:
+        assert running.wait() == [2], running.output()
+        assert "checkpoint_step3.pt cannot be used: exp_avg of" in running.log(0)
