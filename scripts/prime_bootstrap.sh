@@ -39,11 +39,12 @@ choose_build() {
   fi
 }
 
-# A torch that is already there, new enough and able to use the GPUs saves a download of several gigabytes.
+# A CUDA torch that is already there, new enough and able to use the GPUs, if any, saves a download of several gigabytes.
 machine_torch() {
-  "$1" - <<'PY' 2>/dev/null || true
-import re, torch
-if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10) and torch.cuda.is_available():
+  "$1" - ${build:+"$build"} <<'PY' 2>/dev/null || true
+import re, sys, torch
+new_enough = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10)
+if new_enough and torch.version.cuda and (torch.cuda.is_available() or not sys.argv[1:]):
     print(torch.__version__)
 PY
 }

@@ -3,5 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/tamis ] || bash scripts/prime_bootstrap.sh
-export CONFIG=${CONFIG:-configs/m7c_125m_2xa100_production_tuned.yaml}
+if [ -z "${CONFIG:-}" ]; then
+  export CONFIG=configs/m7c_125m_2xa100_production_tuned.yaml
+  # The runbooks' tail, monitor and .HALT look here. By hand the tuned config writes to its own out_dir.
+  set -- train.out_dir=artifacts/m7c_125m_2xa100_prod "$@"
+fi
 exec .venv/bin/tamis launch --phases "$@"
