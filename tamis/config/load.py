@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -114,9 +114,11 @@ def guess_key(wrong: str, section: str = "") -> str | None:
 
 def allowed_values(field: FieldInfo) -> str:
     """What a key may hold, in words: kind, choices and range."""
-    if choices := [a for a in get_args(field.annotation) if isinstance(a, str)]:
-        return f"one of {', '.join(choices)}"
     options = get_args(field.annotation) or (field.annotation,)
+    words = [word for option in options for word in (option, *get_args(option)) if isinstance(word, str)]
+    if words:
+        more = ", or a list of them" if any(get_origin(option) is list for option in options) else ""
+        return f"one of {', '.join(words)}{more}"
     base, limits = options[0], list(field.metadata)
     if get_args(base):  # Annotated[int, …] | None
         base, limits = get_args(base)[0], [*limits, *get_args(base)[1:]]

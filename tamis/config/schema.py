@@ -70,6 +70,9 @@ class Model(Section):
     norm_eps: float = _above_zero(1e-5, "Epsilon of the RMS norms.", most=1.0)
 
 
+LayerKind = Literal["nsa", "window", "dense"]
+
+
 class Nsa(Section):
     """Native Sparse Attention, with the paper's names."""
 
@@ -79,6 +82,10 @@ class Nsa(Section):
     n_sel: int = _count(16, "Blocks each query attends to, including block 0 and the two newest.", least=3, most=2**16)
     w: int = _count(512, "Sliding window in tokens.", most=MOST_TOKENS)
     phi: Literal["mlp", "avg"] = _key("mlp", "How a block is compressed: learned (`mlp`) or by its mean (`avg`).")
+    layers: LayerKind | list[LayerKind] = _key(
+        "nsa",
+        "What each layer computes: one word for all layers, or a list that repeats; `window` is its branch alone.",
+    )
 
 
 class Data(Section):
@@ -211,6 +218,13 @@ class Config(Section):
     def padded_vocab_size(self) -> int:
         return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
+    @property
+    def layer_kinds(self) -> list[str]:
+        """What each layer computes, from `model.attention` and `nsa.layers`."""
+        layers = self.nsa.layers if self.model.attention == "nsa" else "dense"
+        pattern = [layers] if isinstance(layers, str) else layers
+        return [pattern[i % len(pattern)] for i in range(self.model.n_layers)]
+
     def tokens_per_step(self, world_size: int) -> int:
         return self.train.batch_size * self.train.accumulate_grad_batches * self.train.seq_len * world_size
 
@@ -235,6 +249,10 @@ def impossible_combinations(config: Config) -> list[str]:
         (model.d_k % 2, f"model.d_k must be even for rotary positions, got {model.d_k}"),
         (nsa.l % nsa.d, f"nsa.l must be a multiple of nsa.d, got l={nsa.l} and d={nsa.d}"),
         (nsa.l_sel % nsa.d, f"nsa.l_sel must be a multiple of nsa.d, got l_sel={nsa.l_sel} and d={nsa.d}"),
+        (
+            not 1 <= len([nsa.layers] if isinstance(nsa.layers, str) else nsa.layers) <= model.n_layers,
+            f"nsa.layers must list 1 to model.n_layers={model.n_layers} layers, got {len(nsa.layers)}",
+        ),
         (
             data.dataset in ("fineweb_edu_local", "shards") and not data.local_path,
             f"data.local_path must be set when data.dataset is {data.dataset}",

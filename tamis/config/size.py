@@ -17,15 +17,16 @@ def parameter_count(config: Config) -> int:
     model = config.model
     norms = 2 * model.dim
     feed_forward = 3 * model.dim * model.d_ff
-    layer = attention_parameters(config) + feed_forward + norms
-    return config.padded_vocab_size * model.dim + model.n_layers * layer + model.dim
+    attention = sum(attention_parameters(config, kind) for kind in config.layer_kinds)
+    return config.padded_vocab_size * model.dim + attention + model.n_layers * (feed_forward + norms) + model.dim
 
 
-def attention_parameters(config: Config) -> int:
+def attention_parameters(config: Config, kind: str) -> int:
+    """Parameters of one attention layer."""
     model = config.model
     queries_and_output = 2 * model.dim * model.n_heads * model.d_k
     key_or_value = model.dim * model.n_kv_groups * model.d_k
-    if model.attention == "dense":
+    if kind != "nsa":
         return queries_and_output + 2 * key_or_value
     gates = (model.dim + 1) * model.n_heads * 3
     return queries_and_output + 6 * key_or_value + gates + 2 * _phi_parameters(config)
@@ -41,22 +42,28 @@ def _phi_parameters(config: Config) -> int:
 
 def flops_per_token(config: Config, training: bool = True) -> float:
     """Mean over the positions of a sequence of `train.seq_len` tokens; masked keys and padding are not counted."""
+    model, kinds = config.model, config.layer_kinds
+    costs = {kind: _attention_flops(config, kind) for kind in set(kinds)}
+    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.vocab_size * model.dim
+    forward = 2.0 * matrices + sum(costs[kind][0] for kind in kinds)
+    scoring = sum(costs[kind][1] for kind in kinds)
+    return (3.0 if training else 1.0) * forward + scoring
+
+
+def _attention_flops(config: Config, kind: str) -> tuple[float, float]:
+    """Forward FLOPs per token of one attention layer, and those of scoring blocks, which has no backward."""
     model = config.model
     heads = model.n_heads * model.d_k
-    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.vocab_size * model.dim
-    keys_and_values = 2 if model.attention == "dense" else 6
+    keys_and_values = 6 if kind == "nsa" else 2
     projections = 2 * model.dim * heads + keys_and_values * model.dim * model.n_kv_groups * model.d_k
-    if model.attention == "nsa":
-        projections += model.dim * model.n_heads * 3
-    forward = 2.0 * (matrices + model.n_layers * projections)
-    scoring = 0.0
-    if model.attention == "dense":
-        forward += model.n_layers * 4.0 * heads * mean_keys_dense(config)
-    else:
-        compressed, selected, window = mean_keys_nsa(config)
-        forward += model.n_layers * (4.0 * heads * (compressed + selected + window) + _phi_flops(config))
-        scoring = model.n_layers * 2.0 * heads * compressed  # selection's second look at the keys has no backward
-    return (3.0 if training else 1.0) * forward + scoring
+    if kind == "dense":
+        return 2.0 * projections + 4.0 * heads * mean_keys_dense(config), 0.0
+    compressed, selected, window = mean_keys_nsa(config)
+    if kind == "window":
+        return 2.0 * projections + 4.0 * heads * window, 0.0
+    projections += model.dim * model.n_heads * 3
+    keys = compressed + selected + window
+    return 2.0 * projections + 4.0 * heads * keys + _phi_flops(config), 2.0 * heads * compressed
 
 
 def _phi_flops(config: Config) -> float:

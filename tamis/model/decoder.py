@@ -19,6 +19,7 @@ from tamis.model.dense import DenseAttention
 from tamis.model.loss import linear_cross_entropy
 from tamis.model.norm import RMSNorm
 from tamis.model.swiglu import SwiGLU
+from tamis.model.window import WindowAttention
 
 EMBEDDING_STD = 0.02
 MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other
@@ -27,14 +28,14 @@ GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entrop
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, rotary: Rotary, backend: Backend) -> None:
+    def __init__(self, config: Config, kind: str, rotary: Rotary, backend: Backend) -> None:
         super().__init__()
         model = config.model
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
-        self.attention = _attention(config, rotary, backend)
+        self.attention = _attention(config, kind, rotary, backend)
         self.feed_forward_norm = RMSNorm(model.dim, model.norm_eps)
         self.feed_forward = SwiGLU(model.dim, model.d_ff)
-        self.with_statistics = model.attention == "nsa" and config.train.aux_stats
+        self.with_statistics = kind == "nsa" and config.train.aux_stats
 
     def forward(self, x_BSE: Tensor, branch_BSE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the residual stream, the branch still to be added to it, and the gate statistics.
@@ -62,10 +63,10 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-def _attention(config: Config, rotary: Rotary, backend: Backend) -> NSAAttention | DenseAttention:
+def _attention(config: Config, kind: str, rotary: Rotary, backend: Backend) -> NSAAttention | DenseAttention:
     model, nsa = config.model, config.nsa
-    if model.attention == "dense":
-        return DenseAttention(config, rotary)
+    if kind != "nsa":
+        return DenseAttention(config, rotary) if kind == "dense" else WindowAttention(config, rotary)
     return NSAAttention(
         model.dim, model.n_heads, model.n_kv_groups, model.d_k, NSASpec.of(nsa), nsa.phi, rotary=rotary, backend=backend
     )
@@ -111,7 +112,7 @@ class Decoder(nn.Module):
         self.max_len = max_len or config.train.seq_len
         rotary = Rotary(model.d_k, model.rope_base, model.rope_scale, self.max_len)
         self.embedding = nn.Embedding(config.padded_vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(config, rotary, backend) for _ in range(model.n_layers))
+        self.blocks = nn.ModuleList(Block(config, kind, rotary, backend) for kind in config.layer_kinds)
         self.norm = RMSNorm(model.dim, model.norm_eps)
         self.reset_parameters()
 
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
         return MATRIX_GAIN
 
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the final hidden states `[B,S,E]` and the gate statistics `[layers, 5]` (None for the dense twin)."""
+        """Return the final hidden states `[B,S,E]` and the gate statistics `[NSA layers, 5]`, or None."""
         self._check_length(tokens_BS)
         x, statistics = self.embedding(tokens_BS), []
         if torch.is_autocast_enabled(x.device.type):

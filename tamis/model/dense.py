@@ -46,7 +46,10 @@ class DenseAttention(nn.Module):
     def forward(self, x_BSE: Tensor) -> Tensor:
         sizes, rotated = [self.heads, self.groups, self.groups], [True, True, False]
         q, k, v = split_heads(self._heads(x_BSE), self.rotary.cos, self.rotary.sin, sizes, rotated)
-        return self.out(causal_attention(q, k, v).flatten(2))
+        return self.out(self._attend(q, k, v).flatten(2))
+
+    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+        return causal_attention(q_BSHD, k_BSGD, v_BSGD)
 
     def layer_cache(self, batch: int, max_len: int) -> DenseCache:
         """Return this layer's part of a cache, in its dtype and on its device."""

@@ -37,7 +37,8 @@ def another_value(dotted: str) -> Any:
     """A valid value that differs from the default."""
     section, key = dotted.split(".")
     value = getattr(getattr(Config(), section), key)
-    choices = [c for c in typing.get_args(field_of(dotted).annotation) if isinstance(c, str)]
+    options = typing.get_args(field_of(dotted).annotation)
+    choices = [word for option in options for word in (option, *typing.get_args(option)) if isinstance(word, str)]
     if choices:
         return choices[-1] if choices[-1] != value else choices[0]
     if isinstance(value, bool):
@@ -64,7 +65,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_known_one(override: str, su
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones_alone() -> None:
     message = refusal("nsa.zzzz=1")
-    assert message == "unknown key nsa.zzzz; known: l, d, l_sel, n_sel, w, phi"
+    assert message == "unknown key nsa.zzzz; known: l, d, l_sel, n_sel, w, phi, layers"
 
 
 def test_an_unknown_section_is_an_error_with_the_nearest_known_one() -> None:

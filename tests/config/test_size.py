@@ -15,6 +15,8 @@ CONFIGS = [
     [],
     ["model.attention=dense"],
     ["nsa.phi=avg"],
+    ["nsa.layers=window"],
+    ["nsa.layers=[nsa, window, window, dense]", "model.n_layers=6"],
     ["data.tokenizer=byte", "model.n_layers=3", "model.dim=160"],
     ["model.n_heads=8", "model.n_kv_groups=8", "model.d_k=32", "nsa.l=16", "nsa.d=8"],
     ["model.n_kv_groups=1", "model.d_ff=100", "nsa.l=64"],
@@ -109,3 +111,14 @@ def test_sparse_attention_costs_less_than_dense_at_64k() -> None:
         for kind in ("nsa", "dense")
     )
     assert nsa < dense / 2
+
+
+def test_the_flops_of_a_pattern_are_those_of_its_layers() -> None:
+    def flops(layers: str, count: int, *more: str) -> float:
+        return flops_per_token(load_config(None, [f"nsa.layers={layers}", f"model.n_layers={count}", *more]))
+
+    output = 2 * flops("nsa", 1) - flops("nsa", 2)
+    each = [flops(kind, 1) - output for kind in ("nsa", "window", "dense")]
+    assert flops("[nsa, window, dense]", 3) == pytest.approx(sum(each) + output)
+    assert flops("[nsa, window, dense]", 4) == pytest.approx(sum(each) + each[0] + output)
+    assert flops("window", 1, "nsa.w=4096") == pytest.approx(flops("dense", 1))

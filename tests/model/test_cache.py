@@ -13,6 +13,7 @@ from tamis.model import Decoder
 from tests.attention.devices import DEVICE
 
 TOKENS = 75
+KINDS = [{"attention": "nsa"}, {"attention": "dense"}, {"layers": "window"}, {"layers": ["window", "nsa"]}]
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # float32 rounding, grown by layers at three times the usual scale
 
 
@@ -70,18 +71,18 @@ def assert_same_caches(one, other) -> None:
         torch.testing.assert_close(a.chosen_BGn, b.chosen_BGn)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("tiles", [[75], [1, 74], [7, 31, 37], [13, 13, 13, 13, 13, 10], [74, 1]])
-def test_a_prompt_read_by_tiles_gives_the_hidden_states_of_one_pass(attention: str, tiles: list[int]) -> None:
-    model, tokens = model_of(small_config(attention=attention)), random_tokens(batch=2)
+def test_a_prompt_read_by_tiles_gives_the_hidden_states_of_one_pass(kinds: dict, tiles: list[int]) -> None:
+    model, tokens = model_of(small_config(**kinds)), random_tokens(batch=2)
     expected = model(tokens)[0]
     torch.testing.assert_close(extend_by(model, tokens, model.new_cache(2), tiles), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("prompt", [0, 1, 3, 7, 8, 11, 12, 29, 61])
-def test_tokens_decoded_one_at_a_time_give_the_hidden_states_of_one_pass(attention: str, prompt: int) -> None:
-    model, tokens = model_of(small_config(attention=attention)), random_tokens(batch=3, count=prompt + 14)
+def test_tokens_decoded_one_at_a_time_give_the_hidden_states_of_one_pass(kinds: dict, prompt: int) -> None:
+    model, tokens = model_of(small_config(**kinds)), random_tokens(batch=3, count=prompt + 14)
     expected, cache = model(tokens)[0], model.new_cache(3)
     if prompt:
         model.extend(tokens[:, :prompt], cache)
@@ -123,8 +124,9 @@ def test_the_chosen_blocks_of_a_step_are_those_of_the_whole_sequence() -> None:
         torch.testing.assert_close(cache.layers[0].chosen_BGn, expected[:, t])
 
 
-def test_sequences_of_different_lengths_decode_together_as_each_would_alone() -> None:
-    model, lengths = model_of(small_config()), [3, 26, 41]
+@pytest.mark.parametrize("layers", ["nsa", ["nsa", "window", "dense"]], ids=str)
+def test_sequences_of_different_lengths_decode_together_as_each_would_alone(layers: str | list[str]) -> None:
+    model, lengths = model_of(small_config(layers=layers, n_layers=3)), [3, 26, 41]
     tokens = random_tokens(batch=3)
     cache = model.new_cache(3)
     for i, length in enumerate(lengths):
