@@ -6,10 +6,20 @@ model's own.
 
 from __future__ import annotations
 
+import math
+
 from tamis.config import Config
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 TRAINING_BYTES_PER_PARAMETER = 16  # those, and the fp32 gradient
+
+
+RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that the loss of a batch of random tokens may reach by chance
+
+
+def random_token_floor(config: Config, margin: float = RANDOM_TOKENS_MARGIN) -> float:
+    """Return the loss that no model goes below on uniform random tokens unless the target leaks into the input."""
+    return math.log(config.vocab_size) - margin
 
 
 def parameter_count(config: Config) -> int:

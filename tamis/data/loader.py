@@ -28,6 +28,7 @@ class Samples(Protocol):
 
     is_synthetic: bool
     fingerprint: str
+    tokens_per_pass: int | None  # training tokens, about; None: not known before reading
 
     @property
     def description(self) -> str: ...
@@ -60,6 +61,10 @@ class Loader:
     @property
     def is_synthetic(self) -> bool:
         return self._samples.is_synthetic
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        return self._samples.tokens_per_pass
 
     @property
     def description(self) -> str:

@@ -147,6 +147,7 @@ class ShardSamples:
             raise DataError(
                 f"{folder} holds {len(self._row)} training tokens, too few for train.seq_len {self.seq_len}"
             )
+        self.tokens_per_pass: int | None = self._per_epoch * self.seq_len
         self.fingerprint = _fingerprint(manifest, config)
         self.description = (
             f"shards: {len(self._row):,} training tokens in {folder}, {manifest.tokenizer} tokens, "

@@ -73,6 +73,17 @@ class Deal:
     loads: list[int]  # bytes dealt to each lane so far
 
 
+COMPRESSED = (".parquet", ".gz")
+BYTES_PER_TOKEN = {"byte": 1, "gpt2": 4}  # of English text, about
+
+
+def _tokens_per_pass(config: Config, source: Source) -> int | None:
+    """Estimate the training tokens from the sizes of text files; None for compressed files and streams."""
+    if not source.sizes or any(name.endswith(COMPRESSED) for name in source.names):
+        return None
+    return int(sum(source.sizes) * (1 - config.data.val_fraction)) // BYTES_PER_TOKEN[config.data.tokenizer]
+
+
 class StreamSamples:
     """This rank's samples of a document source."""
 
@@ -84,6 +95,7 @@ class StreamSamples:
         self.seq_len, self.epochs = config.train.seq_len, config.data.epochs
         self.tokenizer = tokenizer_for(config.data.tokenizer)
         self.order = document_order(config, source)
+        self.tokens_per_pass = _tokens_per_pass(config, source)
         self.fingerprint = _fingerprint(config, source)
         self._name = f"{config.data.dataset}: {len(source.names)} files, {config.data.tokenizer} tokens"
         self._lanes = config.data.lanes

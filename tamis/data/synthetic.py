@@ -16,6 +16,7 @@ class SyntheticSamples:
     """The synthetic samples of one rank."""
 
     is_synthetic = True
+    tokens_per_pass: int | None = None  # no two samples are the same
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

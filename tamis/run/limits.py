@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tamis.config import Config
+from tamis.config.size import random_token_floor
 
 # Health of what the run learns (supervise/health_rules.py, checks)
 AGREEING_BEATS = 5  # logged beats in a row that must agree before an alarm is raised
@@ -20,7 +20,6 @@ GATES_MOVED = 1e-3  # of a share, or nats
 DIVERGED_NATS = 1.0  # above the best level reached, and by a third of it
 CREEP_GIB = 0.5
 CREEP_SHARE = 0.05
-RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that a batch of random tokens may reach by chance
 PLAUSIBLE_LOSS = {"gpt2": 1.0, "byte": 0.3}  # nats per token; models a hundred times larger stay above on unseen text
 
 # Speed (supervise/stall_rules.py, supervise/history.py)
@@ -89,8 +88,10 @@ class Grace:
 
 def limits_for(config: Config) -> Limits:
     """The limits that follow from a run's configuration."""
-    if config.data.dataset == "synthetic":
-        loss_floor = math.log(config.vocab_size) - RANDOM_TOKENS_MARGIN
+    if config.train.min_loss is not None:
+        loss_floor = config.train.min_loss
+    elif config.data.dataset == "synthetic":
+        loss_floor = random_token_floor(config)
     else:
         loss_floor = PLAUSIBLE_LOSS[config.data.tokenizer]
     return Limits(loss_floor=loss_floor, fetch_s=config.data.loader_timeout_s + 60)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import tamis
 from tamis.config import Config, ConfigError
+from tamis.config.size import random_token_floor
 from tamis.train.distributed import Ranks
 
-FLOOR_MARGIN = 0.1  # nats; sampling noise of a batch's loss stays far below it
 SCALER_PATIENCE = 20  # fp16 skips single steps while it looks for its loss scale; this many in a row is an anomaly
 
 
@@ -32,8 +32,8 @@ class Guard:
     """Checks the metrics of every step."""
 
     def __init__(self, config: Config, is_synthetic: bool) -> None:
-        # Uniform random tokens cannot be predicted: a loss below ln V means that the target leaks into the input.
-        self.floor = math.log(config.vocab_size) - FLOOR_MARGIN if is_synthetic else 0.0
+        self.is_synthetic = is_synthetic
+        self.floor = _loss_floor(config, is_synthetic)
         self.patience = SCALER_PATIENCE if config.runtime.precision == "fp16" else 1
         self.skipped = 0
 
@@ -41,10 +41,22 @@ class Guard:
         if not math.isfinite(loss):
             raise Anomaly("non_finite_loss", f"loss is {loss} at step {step}")
         if loss < self.floor:
-            raise Anomaly("loss_below_floor", f"loss {loss:.4f} on random tokens at step {step} is below ln V: a leak")
+            raise Anomaly("loss_below_floor", self._below_floor(step, loss))
         self.skipped = 0 if math.isfinite(grad_norm) else self.skipped + 1
         if self.skipped >= self.patience:
             raise Anomaly("non_finite_gradient", f"gradient norm is {grad_norm} at step {step}")
+
+    def _below_floor(self, step: int, loss: float) -> str:
+        where = f"loss {loss:.4f} at step {step} is below {self.floor:.4f}"
+        if self.is_synthetic:
+            return f"{where}: random tokens cannot be predicted, so the target leaks into the input"
+        return f"{where} (train.min_loss): the target leaks into the input, or the model has memorised its data"
+
+
+def _loss_floor(config: Config, is_synthetic: bool) -> float:
+    if config.train.min_loss is not None:
+        return config.train.min_loss
+    return random_token_floor(config) if is_synthetic else 0.0
 
 
 def fingerprint(config: Config, data: str, device: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any, get_args
@@ -33,6 +34,7 @@ from tamis.train.step import TrainStep
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
 from tamis.train.tools.selfcheck import require_right_attention
 
+MANY_PASSES = 5  # over the data: up to four cost little, more are memorised (arXiv 2305.16264)
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 
@@ -67,6 +69,7 @@ class Trainer:
         with stage("opening the data"):
             self.loader = ranks.together(lambda: open_loader(config, rank=ranks.rank, world_size=ranks.world_size))
         self.console.say(f"data: {self.loader.description}")
+        self._warn_about_passes()
         self.telemetry.beat("loader_ready", 0)
         require_agreement(ranks, fingerprint(config, self.loader.fingerprint, device_name(ranks.device)))
         with stage("building the model"):
@@ -86,6 +89,16 @@ class Trainer:
             self.console.say(f"checkpoints beyond step {self.step} are of another run: set aside in {folder}")
         self.telemetry.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
+
+    def _warn_about_passes(self) -> None:
+        """Print how often this run reads its data, if often enough to memorise it."""
+        tokens = self.config.train.steps * self.config.tokens_per_step(self.ranks.world_size)
+        passes = tokens / (self.loader.tokens_per_pass or math.inf)
+        if passes >= MANY_PASSES:
+            self.console.say(
+                f"warning: this run reads its data about {passes:,.0f} times and may memorise it; "
+                "val.csv shows what it learns, and train.min_loss=0 lets it train to any loss"
+            )
 
     def close(self) -> None:
         """Flush the curves and release signals and directory, however the training ended."""

@@ -44,4 +44,11 @@ def test_a_loss_below_ln_v_on_random_tokens_stops_the_run() -> None:
     with pytest.raises(Anomaly) as caught:
         honest.check(2, floor - 0.5, 1.0)
     assert caught.value.kind == "loss_below_floor"
+    assert "the target leaks" in str(caught.value)
     guard(synthetic=False).check(2, floor - 5, 1.0)  # real text can be predicted
+
+
+def test_a_key_sets_or_lifts_the_lowest_loss_and_memorised_text_is_not_called_a_leak() -> None:
+    guard("train.min_loss=0", synthetic=True).check(2, 0.01, 1.0)
+    with pytest.raises(Anomaly, match=r"below 0.5000 \(train.min_loss\).*or the model has memorised its data"):
+        guard("train.min_loss=0.5").check(2, 0.4, 1.0)

@@ -64,7 +64,10 @@ def _too_good(history: RunHistory, limits: Limits) -> Alarm | None:
     losses = _last(history, "loss")
     if limits.loss_floor is None or losses is None or max(losses) >= limits.loss_floor:
         return None
-    reason = f"the loss is {losses[-1]:.4f}, no honest model gets below {limits.loss_floor:.2f}: the target leaks"
+    reason = (
+        f"the loss is {losses[-1]:.4f}, implausible below {limits.loss_floor:.2f} on text a model has not seen: the "
+        "target leaks into the input, or the model has memorised its data. train.min_loss moves the limit, 0 lifts it"
+    )
     return Alarm("loss_too_good", "halt", reason, None, {"losses": losses, "floor": limits.loss_floor})
 
 

@@ -6,7 +6,6 @@ Also part of `tamis check`; the kernels are checked before step 1 of every run.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,6 +14,7 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.attention.verify import length_like, odd_length, verify
 from tamis.config import Config
+from tamis.config.size import random_token_floor
 from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import choose_device
 from tamis.train.guards import Anomaly
@@ -90,7 +90,7 @@ def _random_token_floor(decoder: Decoder, config: Config, device: torch.device) 
     length = min(config.train.seq_len, LONGEST)
     rows = max(1, RANDOM_TOKENS // length)
     loss = float(decoder.loss(torch.randint(config.vocab_size, (rows, length + 1), device=device))[0])
-    floor = math.log(config.vocab_size) - FLOOR_MARGIN
+    floor = random_token_floor(config, FLOOR_MARGIN)
     return Result("loss on random tokens is not below ln V", loss >= floor, loss, floor, f"{rows * length} tokens")
 
 
