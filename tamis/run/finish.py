@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.info import write_eta
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.files.reading import read_json
 from tamis.run.handover.bundle import write_bundle
 from tamis.run.handover.report import write_report
 
@@ -40,7 +40,7 @@ def _was_trained_since(run: RunDirectory, moment: float) -> bool:
 
 def _compare_with_counting(config: Config, run: RunDirectory) -> None:
     """Print the showcase's validation loss, and what counting bytes reaches on the same text."""
-    loss = json.loads(run.metrics_json.read_text(encoding="utf-8")).get("val_loss")
+    loss = _validation_loss(run)
     if config.data.dataset != "sample" or config.data.tokenizer != "byte" or loss is None:
         return
     from tamis.data import validation_batches
@@ -51,6 +51,15 @@ def _compare_with_counting(config: Config, run: RunDirectory) -> None:
         f"validation loss {loss:.4f} nats per byte; counting single bytes reaches {counted.unigram:.4f}, "
         f"pairs of bytes {counted.bigram:.4f}"
     )
+
+
+def _validation_loss(run: RunDirectory) -> float | None:
+    """The final validation loss in metrics.json; None where it holds none."""
+    try:
+        loss = read_json(run.metrics_json)["val_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return loss if isinstance(loss, float) else None
 
 
 def _start_sample(config: Config, run: RunDirectory) -> subprocess.Popen[str] | None:

@@ -34,6 +34,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.hardware import Gpu
 from tamis.run.files.info import describe_run, git_commit, write_info
+from tamis.run.files.reading import read_json
 from tamis.run.files.records import utc, write_json_atomic, write_text_atomic
 from tamis.run.supervise.worker_processes import trainer_command
 
@@ -226,11 +227,23 @@ def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, conso
 
 
 def read_go_no_go(out: RunDirectory) -> list[dict[str, Any]]:
-    """The records of all phases run here, oldest first."""
+    """The records of all phases run here, oldest first; records without all their fields are skipped."""
     try:
-        return list(json.loads(_stem(out).with_suffix(".json").read_text(encoding="utf-8"))["phases"])
-    except (OSError, ValueError, KeyError, TypeError):
+        document = read_json(_stem(out).with_suffix(".json"))
+    except (OSError, ValueError):
         return []
+    records = document.get("phases") if isinstance(document, dict) else None
+    return [record for record in records if _is_record(record)] if isinstance(records, list) else []
+
+
+def _is_record(record: object) -> bool:
+    texts = ("title", "directory", "judged_at", "key", "verdict")
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("phase"), int)
+        and "go" in record
+        and (isinstance(record.get("findings"), list) and all(isinstance(record.get(name), str) for name in texts))
+    )
 
 
 def _phase_directory(config: Config, phase: Phase) -> RunDirectory:

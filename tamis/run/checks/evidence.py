@@ -13,8 +13,10 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
+from tamis.run.files.reading import is_regular, read_last_lines
 from tamis.run.supervise.sampler import UsageSample, read_usage, usage_csv
 
+MOST_CSV_BYTES = 256 << 20
 LOGS = ("launch.log", "smoke.log", "train.log")
 
 
@@ -54,7 +56,7 @@ class Evidence:
     def logs(self) -> list[Path]:
         """Logs of every launch into this directory, oldest first."""
         folders = [self.directory.path, *launch_folders(self.info)]
-        return [path for folder in folders for name in LOGS if (path := folder / name).is_file()]
+        return [path for folder in folders for name in LOGS if is_regular(path := folder / name)]
 
     @cached_property
     def step_ends(self) -> dict[int, list[Heartbeat]]:
@@ -133,7 +135,7 @@ def launch_folders(info: dict[str, Any]) -> list[Path]:
 
 def read_config(directory: RunDirectory) -> Config | None:
     try:
-        return load_config(directory.config_yaml)
+        return load_config(directory.config_yaml) if is_regular(directory.config_yaml) else None
     except ConfigError:
         return None
 
@@ -148,15 +150,12 @@ def read_validation(path: Path) -> list[ValidationRow]:
 
 def _number_rows(path: Path, columns: int) -> list[list[float]]:
     """Complete rows of numbers, without the header and without a line cut short by a kill."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [row for row in map(_numbers, lines) if row and len(row) == columns]
+    lines = read_last_lines(path, MOST_CSV_BYTES)
+    return [row for row in map(_numbers, lines) if row and len(row) == columns and 0 <= row[0] < 2**53]
 
 
-def _numbers(line: str) -> list[float] | None:
+def _numbers(line: bytes) -> list[float] | None:
     try:
-        return [float(cell) for cell in line.split(",")]
+        return [float(cell) for cell in line.split(b",")]
     except ValueError:
         return None

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.records import write_text_atomic
+from tamis.run.files.reading import open_to_append, parse_json_line, read_last_lines
+from tamis.run.files.records import is_time, write_text_atomic
 
-Severity = Literal["note", "halt", "stall"]  # tell / stop for a person to look / stop by all means, then restart
+MOST_BYTES = 16 << 20  # read back
+Severity = Literal["note", "halt", "stall"]  # report / stop for a person to look / stop by all means, then restart
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class EventLog:
         if evidence:
             line["evidence"] = evidence
         try:
-            with open(self.run.events, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
-        except OSError as error:  # a full disk must not stop the one who looks after the run
+            with open_to_append(self.run.events) as file:
+                file.write((json.dumps(line, default=str) + "\n").encode())
+        except OSError as error:  # a full disk must not end the supervisor
             reason += f" (not recorded: {error})"
         if self._say is not None:
             self._say(f"[{self.by}] {event}: {reason}")
@@ -50,23 +52,20 @@ class EventLog:
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All events so far, oldest first; a line cut short is passed over."""
-    try:
-        lines = run.events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [event for line in lines if (event := _event(line)) is not None]
+    """The newest events, oldest first, each with `ts`, `by`, `event` and `reason`; other lines are skipped."""
+    return [event for line in read_last_lines(run.events, MOST_BYTES) if (event := parse_event(line)) is not None]
 
 
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
+def parse_event(line: str | bytes) -> dict[str, Any] | None:
+    event = parse_json_line(line)
+    if event is None or not is_time(event.get("ts")):
         return None
-    return event if isinstance(event, dict) else None
+    texts = {name: event[name] if isinstance(event.get(name), str) else "?" for name in ("by", "event", "reason")}
+    evidence = event.get("evidence")
+    return event | texts | {"evidence": evidence if isinstance(evidence, dict) else {}}
 
 
 def write_anomaly(run: RunDirectory, alarm: Alarm) -> None:
-    """First line: the kind, for programs; second: the reason, for people."""
-    with contextlib.suppress(OSError):  # a full disk must not stop the one who looks after the run
+    """Write the kind, for programs, and on a second line the reason, for people."""
+    with contextlib.suppress(OSError):  # a full disk must not end the supervisor
         write_text_atomic(run.anomaly, f"{alarm.kind}\n{alarm.reason}\n")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.files.reading import OddFile, read_text
 from tamis.run.files.records import write_text_atomic
+
+MOST_REASON_BYTES = 64 << 10
 
 
 class HaltFile:
@@ -22,31 +26,36 @@ class HaltFile:
 
     def requested(self, since_ts: float | None = None) -> bool:
         """True if a halt is requested; with `since_ts`, only one written at that Unix time or later counts."""
-        try:
-            written = self.path.stat().st_mtime
-        except FileNotFoundError:
-            return False
-        return since_ts is None or written >= since_ts
+        written = self._written()
+        return written is not None and (since_ts is None or written >= since_ts)
 
     def reason(self) -> str:
+        """The text of the file; a folder, a FIFO or a link of that name asks for a halt too."""
         try:
-            return self.path.read_text(encoding="utf-8", errors="replace").strip() or "asked for by .HALT"
-        except OSError:
-            return "asked for by .HALT"
+            return read_text(self.path, MOST_REASON_BYTES).strip() or "asked for by .HALT"
+        except OSError as error:
+            return f"asked for by .HALT ({error})" if isinstance(error, OddFile) else "asked for by .HALT"
 
     def consume(self) -> str:
-        """Remove the file, so that it cannot end the next run too; returns its reason."""
+        """Remove the file, so that it cannot end the next run too; returns its reason. A folder is renamed."""
         reason = self.reason()
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.path.rename(self.path.with_name(f".HALT_folder_{time.time_ns()}"))
         return reason
+
+    def _written(self) -> float | None:
+        try:
+            return self.path.lstat().st_mtime
+        except OSError:
+            return None
 
     def discard_stale(self, since_ts: float) -> str | None:
         """Remove a file left from before `since_ts`, and return the sentence to report; None when there is none."""
-        try:
-            written = self.path.stat().st_mtime
-        except FileNotFoundError:
-            return None
-        if written >= since_ts:
+        written = self._written()
+        if written is None or written >= since_ts:
             return None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         return f"ignored and removed a stale {self.path.name} from {when} ({self.consume()})"

@@ -11,9 +11,13 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
+
+from tamis.run.files.reading import open_regular, open_to_read, parse_json_line, read_last_lines
+from tamis.run.files.records import is_time
 
 Phase = Literal[
     "boot",  # the process runs, nothing is loaded
@@ -30,7 +34,8 @@ Phase = Literal[
 ]
 PHASES: frozenset[str] = frozenset(get_args(Phase))
 FINAL_PHASES = frozenset({"done", "halted", "failed"})
-MAX_BYTES = 64 << 20  # per file; one older file of this size is kept beside it
+MAX_BYTES = 64 << 20  # per file; one older file of this size is kept too
+MOST_BYTES_PER_POLL = 8 << 20  # a follower reads the rest at its next look
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +73,53 @@ class Heartbeat:
     @classmethod
     def from_line(cls, line: str | bytes) -> Heartbeat | None:
         """The beat of one line; None when the line was cut short or is not a beat."""
+        values = parse_json_line(line) or {}
         try:
-            values = json.loads(line)
             known = {name: _restored(value) for name, value in values.items() if name in FIELDS}
-            beat = cls(**known)
-        except (ValueError, TypeError, AttributeError):
+        except RecursionError:
             return None
-        return beat if beat.phase in PHASES else None
+        return cls(**known) if _is_beat(known) else None
 
     @property
     def is_final(self) -> bool:
         return self.phase in FINAL_PHASES
 
 
-FIELDS = frozenset(field.name for field in dataclasses.fields(Heartbeat))
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+TYPES: dict[str, Callable[[Any], bool]] = {  # recognise the values of each annotation
+    "float": _is_number,
+    "int": _is_count,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "list[float]": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "list[list[float]]": lambda value: isinstance(value, list) and all(map(TYPES["list[float]"], value)),
+    "dict[str, float]": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "list[dict[str, float]]": lambda value: isinstance(value, list) and all(map(TYPES["dict[str, float]"], value)),
+}
+FIELDS = {field.name: str(field.type).removesuffix(" | None") for field in dataclasses.fields(Heartbeat)}
 OPTIONAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Heartbeat) if field.default is None)
+
+
+def _is_beat(values: dict[str, Any]) -> bool:
+    """True if every field has its type and the clocks, the pid and the gates hold possible values."""
+    for name, value in values.items():
+        if not (TYPES[FIELDS[name]](value) or (value is None and name in OPTIONAL_FIELDS)):
+            return False
+    return (
+        FIELDS.keys() - OPTIONAL_FIELDS <= values.keys()
+        and values["phase"] in PHASES
+        and values["pid"] > 0
+        and is_time(values["ts"])
+        and math.isfinite(values["mono"])
+        and all(len(shares) == 3 for shares in values.get("gate_shares") or [])
+    )
 
 
 class HeartbeatWriter:
@@ -147,7 +184,7 @@ class HeartbeatWriter:
         self._open()
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._descriptor).st_size
         if self._size and not _ends_with_newline(self.path):
             self._finish_line()
@@ -171,30 +208,8 @@ def read_heartbeats(path: str | Path, tail: int | None = None) -> list[Heartbeat
 
 
 def _beats_in(path: Path, tail: int | None) -> list[Heartbeat]:
-    lines = _last_lines(path, tail) if tail is not None else _read(path).split(b"\n")
+    lines = read_last_lines(path, 2 * MAX_BYTES, tail)
     return [beat for beat in map(Heartbeat.from_line, lines) if beat is not None]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
-def _last_lines(path: Path, count: int) -> list[bytes]:
-    """The last `count` complete lines, read from the end so that a long file costs no more than a short one."""
-    try:
-        with open(path, "rb") as file:
-            position = file.seek(0, os.SEEK_END)
-            block = b""
-            while position and block.count(b"\n") <= count:
-                size = min(position, 1 << 16)
-                position = file.seek(position - size)
-                block = file.read(size) + block
-    except FileNotFoundError:
-        return []
-    return block.split(b"\n")[:-1][-count:]
 
 
 class HeartbeatFollower:
@@ -208,28 +223,36 @@ class HeartbeatFollower:
     def poll(self) -> list[Heartbeat]:
         fresh: list[bytes] = []
         try:
-            inode = self.path.stat().st_ino
-            if self._inode and inode != self._inode:  # rotated: finish the old file first
-                fresh += self._lines_after(previous_file(self.path))
-                self._offset = 0
-            self._inode = inode
-            fresh += self._lines_after(self.path)
-        except FileNotFoundError:
+            with open_to_read(self.path) as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if self._inode and inode != self._inode:  # rotated: finish the old file first
+                    fresh += self._rest_of_previous()
+                    self._offset = 0
+                self._inode = inode
+                fresh += self._lines_after(file, MOST_BYTES_PER_POLL)
+        except OSError:  # there is no file yet, or none that can be read
             pass
         return [beat for beat in map(Heartbeat.from_line, fresh) if beat is not None]
 
-    def _lines_after(self, path: Path) -> list[bytes]:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0
-            file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-            self._offset += len(complete) + len(newline)
+    def _rest_of_previous(self) -> list[bytes]:
+        try:
+            with open_to_read(previous_file(self.path)) as file:
+                return self._lines_after(file, MAX_BYTES)
+        except OSError:
+            return []
+
+    def _lines_after(self, file: IO[bytes], most: int) -> list[bytes]:
+        if os.fstat(file.fileno()).st_size < self._offset:
+            self._offset = 0
+        file.seek(self._offset)
+        block = file.read(most)
+        complete, newline, _ = block.rpartition(b"\n")
+        self._offset += len(complete) + len(newline) or (len(block) if len(block) == most else 0)
         return complete.split(b"\n")
 
 
 def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 

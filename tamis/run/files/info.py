@@ -15,10 +15,13 @@ import yaml
 
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import parameter_count
+from tamis.config.yaml_file import read_value
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import Gpu
+from tamis.run.files.reading import read_text
 from tamis.run.files.records import utc, write_text_atomic
 
+NUMBERS = ("parameters", "gpu_count", "processes", "steps", "tokens_per_step", "tokens_planned", "estimate_toks_per_s")
 ETA_UNKNOWN = "unknown until measured"
 WATCHED_FOLDERS = ("configs", "scripts")  # an operator who edits these mid-way must find it in run.info
 
@@ -71,12 +74,32 @@ def write_info(path: Path, info: dict[str, Any]) -> None:
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """The fields of a run.info; none when there is none, or none that can be read."""
+    """The fields of a run.info that have the type they are written with; none when it cannot be read."""
     try:
-        info = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        info = parse_info(read_text(path))
+    except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
+    return {key: value for key, value in info.items() if _has_its_type(key, value)}
+
+
+def parse_info(text: str) -> dict[str, Any]:
+    """All fields; a ValueError when the text is no YAML mapping."""
+    try:
+        info = read_value(text)
+    except (yaml.YAMLError, RecursionError):
+        raise ValueError("run.info is not valid YAML") from None
+    if not isinstance(info, dict):
+        raise ValueError("run.info is not a YAML mapping")
+    return info
+
+
+def _has_its_type(key: object, value: object) -> bool:
+    if key in NUMBERS:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18)
+    is_flat = not isinstance(value, dict | list) or (
+        isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
+    )
+    return isinstance(key, str) and is_flat
 
 
 def write_eta(path: Path, eta: str) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.reading import open_regular, read_json
 
 ProcessState = Literal["running", "stopped", "dead", "unknown"]
 
@@ -119,8 +120,8 @@ class RunLock:
         if self._descriptor is not None:
             return True
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+            descriptor = open_regular(self.path)
+        except OSError:  # there is none, or it is no file that a process could have locked
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -133,9 +134,10 @@ class RunLock:
     def owner(self) -> dict[str, object] | None:
         """Who holds the lock, or held it when it died; None when it was released."""
         try:
-            return dict(json.loads(self.path.read_text()))
+            owner = read_json(self.path)
         except (OSError, ValueError):
             return None
+        return owner if isinstance(owner, dict) else None
 
     def refusal(self) -> str:
         owner = self.owner() or {}

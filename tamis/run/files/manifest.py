@@ -8,7 +8,7 @@ A checkpoint that many processes wrote together is a folder of that name; everyt
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.reading import open_to_read, read_json
 from tamis.run.files.records import utc, write_json_atomic
+
+FIELDS = {"step": int, "bytes": int, "sha256": str}
 
 
 class DamagedCheckpoint(ValueError):
@@ -43,28 +46,33 @@ def write_manifest(
 def sha256_of(path: str | Path) -> str:
     """Of a file's bytes; of a folder, that of the names and sums of its files."""
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         listing = "".join(f"{sha256_of(file)} {file.name}\n" for file in sorted(path.iterdir()))
         return hashlib.sha256(listing.encode()).hexdigest()
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_to_read(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def size_of(path: Path) -> int:
     """In bytes, of a file or of all files in a folder."""
-    return sum(size_of(file) for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    if path.is_dir() and not path.is_symlink():
+        return sum(size_of(file) for file in path.iterdir())
+    with open_to_read(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest's fields; a ValueError says what is wrong with it."""
     try:
-        manifest = json.loads(Path(path).read_text(encoding="utf-8"))
-        if isinstance(manifest["step"], int) and isinstance(manifest["bytes"], int) and manifest["sha256"]:
-            return dict(manifest)
+        manifest = read_json(path)
     except FileNotFoundError:
         raise ValueError("it has no manifest: the save was cut short") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    except OSError as error:
+        raise ValueError(f"its manifest cannot be read: {error}") from None
+    except ValueError:
+        manifest = None
+    if isinstance(manifest, dict) and all(type(manifest.get(key)) is kind for key, kind in FIELDS.items()):
+        return manifest | {"time": str(manifest.get("time", ""))}
     raise ValueError(f"its manifest {Path(path).name} cannot be read")
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from tamis.run.files.reading import open_to_append, read_text
+
 TRAINING_HEADER = "step,loss,lr,toks_per_s"
 VAL_HEADER = "step,loss,ppl"
+MOST_CSV_BYTES = 1 << 30
+YEAR_10000 = 253402300800
+_STEP = re.compile(r"[0-9]{1,18},")
 
 
 def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -52,6 +58,11 @@ def utc(timestamp: float | None = None) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(timestamp))
 
 
+def is_time(value: object) -> bool:
+    """True for a number that `utc` can show."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < YEAR_10000
+
+
 class CsvLog:
     """A CSV file with a fixed header whose first column is the step; each row reaches the file at once."""
 
@@ -81,7 +92,7 @@ class CsvLog:
             self._write_waiting()
 
     def _write_waiting(self) -> None:
-        with open(self.path, "ab", buffering=0) as file:
+        with open_to_append(self.path) as file:
             rows, size = "".join(self._waiting).encode(), file.tell()
             try:
                 complete = file.write(rows) == len(rows)
@@ -94,11 +105,12 @@ class CsvLog:
 
     def _lines(self) -> list[str]:
         """Complete rows, without the header; the last line counts only if its newline was written."""
-        if not self.path.exists():
+        try:
+            lines = read_text(self.path, MOST_CSV_BYTES).split("\n")[:-1]
+        except FileNotFoundError:
             return []
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
         columns = len(self.header.split(","))
-        return [line for line in lines if line.count(",") == columns - 1 and line.split(",")[0].isdecimal()]
+        return [line for line in lines if line.count(",") == columns - 1 and _STEP.match(line)]
 
     def _step_of(self, line: str) -> int:
         return int(line.split(",")[0])

@@ -26,6 +26,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
+from tamis.run.files.reading import read_text
 from tamis.run.files.records import write_text_atomic
 from tamis.run.find import existing_run
 from tamis.run.handover.redaction import Redact, redactor
@@ -35,6 +36,7 @@ from tamis.run.supervise.sampler import usage_csv
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"
 CONVERT_TIMEOUT_S = 600
+MOST_TEXT_BYTES = 512 << 20
 VERDICTS = ("go_no_go", "preflight")
 
 Say = Callable[[str], None]
@@ -82,10 +84,12 @@ def collect(
     redact = redactor(environment)
     missing: list[str] = []
     for source, target in text_files(evidence, repository).items():
-        if source.is_file():
+        try:
             copy_redacted(source, folder / redact(target), redact)
-        elif target in required_files(evidence):
-            missing.append(f"missing: {target}, the run did not write it")
+        except FileNotFoundError:
+            missing += [f"missing: {target}, the run did not write it"] if target in required_files(evidence) else []
+        except OSError as error:
+            missing.append(f"missing: {target}: {error}")
     missing += _add_checkpoint(directory, folder, redact, environment, say)
     results = judge_runbooks(evidence)
     every = [finding for findings in results.values() for finding in findings]
@@ -119,8 +123,9 @@ def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
 
 
 def copy_redacted(source: Path, target: Path, redact: Redact) -> None:
+    text = redact(read_text(source, MOST_TEXT_BYTES))
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(redact(source.read_bytes().decode(errors="replace")).encode())
+    target.write_bytes(text.encode())
 
 
 def pack(folder: Path, output: Path) -> None:
@@ -171,7 +176,7 @@ def _add_checkpoint(
 def checkpoint_text(checkpoint: Path) -> str:
     """The part of a checkpoint that holds its configuration and no tensor, as text."""
     if checkpoint.is_dir():
-        return (checkpoint / "facts.json").read_text(encoding="utf-8", errors="replace")
+        return read_text(checkpoint / "facts.json")
     if not zipfile.is_zipfile(checkpoint):
         return ""
     with zipfile.ZipFile(checkpoint) as archive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,11 +12,14 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import MIB, free_disk_mib
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.files.reading import OddFile, read_text
 from tamis.run.limits import Limits, limits_for
 from tamis.run.monitor.ranks import RankView, State, activity
 from tamis.run.supervise.health_rules import health_alarms
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import patience, stall_alarms
+
+MOST_ANOMALY_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,13 @@ def find_alerts(
 
 def _from_files(directory: RunDirectory) -> list[Alert]:
     alerts = []
-    if directory.anomaly.exists():
-        kind = directory.anomaly.read_text(encoding="utf-8", errors="replace").strip()
-        alerts.append(Alert("problem", f"anomaly on record: {kind}"))
-    if directory.halt.exists():
+    with suppress(FileNotFoundError):
+        try:
+            anomaly = read_text(directory.anomaly, MOST_ANOMALY_BYTES).strip()
+        except OddFile as error:
+            anomaly = str(error)
+        alerts.append(Alert("problem", f"anomaly on record: {anomaly}"))
+    if HaltFile(directory.halt).requested():
         alerts.append(Alert("note", f"halt requested: {HaltFile(directory.halt).reason()}"))
     unfinished = set(directory.checkpoint_traces()) - set(directory.checkpoints())
     alerts += [Alert("note", f"checkpoint of step {step} is unfinished; it is never used") for step in unfinished]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ import psutil
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
+from tamis.run.files.reading import read_json
 
 State = Literal["missing", "starting", "running", "crashed", "restarting", "done", "halted", "failed"]
 
@@ -89,7 +89,7 @@ def _before_the_first_beat(directory: RunDirectory) -> str:
 
 def _last_preflight(directory: RunDirectory) -> str:
     try:
-        verdict = json.loads((directory.path / "preflight.json").read_text(encoding="utf-8"))["verdict"]
+        verdict = read_json(directory.path / "preflight.json")["verdict"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     return f"; the last preflight was {verdict}"
@@ -98,4 +98,4 @@ def _last_preflight(directory: RunDirectory) -> str:
 def _owner_lives(directory: RunDirectory) -> bool:
     """True if a supervisor, or a launch still at its checks or phases, is alive."""
     owners = [RunLock(lock).owner() or {} for lock in (directory.lock, directory.launch_lock)]
-    return any(isinstance(pid := owner.get("pid"), int) and psutil.pid_exists(pid) for owner in owners)
+    return any(type(pid := owner.get("pid")) is int and 0 < pid < 2**31 and psutil.pid_exists(pid) for owner in owners)

@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,11 @@ def _launch_phase(directory: RunDirectory) -> int | None:
 
 def _last_written(directory: RunDirectory) -> float:
     files = [*directory.heartbeats().values(), directory.run_info]
-    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    times = [0.0]
+    for path in files:
+        with suppress(OSError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def _read(directory: RunDirectory, now: float, gpus: list[Gpu]) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,8 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info, write_eta
-from tamis.run.files.records import utc
+from tamis.run.files.reading import open_to_append, read_last_lines
+from tamis.run.files.records import is_time, utc, write_text_atomic
 
 TICKS_PER_ETA = 60  # a new ETA each minute
 RECENT_BEATS = 3000
@@ -97,17 +99,14 @@ def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
     with suppress(OSError):  # a lost sample must not end the run
         if path.exists() and path.stat().st_size > MAX_BYTES:
             _drop_older_half(path)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(rows if file.tell() else f"{HEADER}\n{rows}")
+        with open_to_append(path) as file:
+            file.write((rows if file.seek(0, os.SEEK_END) else f"{HEADER}\n{rows}").encode())
 
 
 def read_usage(path: Path) -> list[UsageSample]:
     """All complete samples; none when there is no file."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[1:-1]
-    except FileNotFoundError:
-        return []
-    return [sample for sample in map(_parse, lines) if sample]
+    lines = read_last_lines(path, 2 * MAX_BYTES)
+    return [sample for line in lines if (sample := parse_usage(line.decode(errors="replace"))) is not None]
 
 
 def _row(now: float, gpu: Gpu) -> str:
@@ -116,14 +115,16 @@ def _row(now: float, gpu: Gpu) -> str:
 
 
 def _drop_older_half(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join([f"{HEADER}\n", *lines[len(lines) // 2 :]]), encoding="utf-8")
+    newer = read_last_lines(path, MAX_BYTES // 2)
+    write_text_atomic(path, "\n".join([HEADER, *(line.decode(errors="replace") for line in newer)]) + "\n")
 
 
-def _parse(line: str) -> UsageSample | None:
+def parse_usage(line: str) -> UsageSample | None:
+    """The sample of one row; None for the header and anything else."""
     try:
         ts, gpu, used, total, utilisation = line.split(",")
         percent = int(utilisation) if utilisation else None
-        return UsageSample(float(ts), int(gpu), int(used), int(total), percent)
+        sample = UsageSample(float(ts), int(gpu), int(used), int(total), percent)
     except ValueError:
         return None
+    return sample if is_time(sample.ts) else None

@@ -11,12 +11,15 @@ from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed, utc
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
+from tamis.run.files.reading import read_last_lines
 from tamis.run.limits import (
     PILOT_HOURS,
 )
 
+MOST_LOG_BYTES = 256 << 20
 ERRORS_IN_LOG = re.compile(
-    r"CUDA error|CUDA out of memory|OutOfMemoryError|NCCL error|ncclSystemError|ncclUnhandledCudaError|DistBackendError"
+    rb"CUDA error|CUDA out of memory|OutOfMemoryError|NCCL error|ncclSystemError|ncclUnhandledCudaError"
+    rb"|DistBackendError"
 )
 
 
@@ -52,11 +55,11 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
         return not_measured("there is no train.log")
     count = 0
     for path in evidence.logs:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                count += 1
-                if ERRORS_IN_LOG.search(line):
-                    return failed(f"{path.parent.name}/{path.name}: {line.strip()[:160]}")
+        for line in read_last_lines(path, MOST_LOG_BYTES):
+            count += 1
+            if match := ERRORS_IN_LOG.search(line):
+                around = line[max(0, match.start() - 60) : match.end() + 100]
+                return failed(f"{path.parent.name}/{path.name}: {around.decode(errors='replace').strip()}")
     return passed(f"none in {count} lines of {len(evidence.logs)} log(s)")
 
 
