@@ -40,7 +40,7 @@ NOT_OURS = (
 )
 SMALL = " ".join(MINIATURE)
 pytestmark = pytest.mark.timeout(900)  # up to a dozen processes that load torch, one after the other
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 def blocks(runbook: Path) -> list[str]:
@@ -118,7 +118,7 @@ def test_every_file_a_runbook_names_is_there() -> None:
             assert (ROOT / name).is_file(), f"{runbook.name}: {name}"
 
 
-def test_pilot_prepares_starts_and_leaves_what_it_promises(checkout: Checkout) -> None:
+def test_pilot_prepares_starts_and_leaves_the_documented_files(checkout: Checkout) -> None:
     assert "[bootstrap] .venv is up to date" in ok(checkout.run(command(0, "prime_bootstrap.sh")))
     config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml")
     assert command(0, "run_tensorboard.sh") in command(3, "run_tensorboard.sh")
@@ -181,7 +181,7 @@ def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(checkout: Checkou
     assert "report.html" in ok(checkout.run(command(0, "tamis report")))
     bundle = checkout.run(command(0, "tamis handoff"))
     assert bundle.code == 1
-    assert "missing: events.jsonl" in bundle  # nothing supervised this run, and the bundle says so
+    assert "missing: events.jsonl" in bundle  # nothing supervised this run, and the bundle lists that
     assert "damaged" not in bundle
 
 

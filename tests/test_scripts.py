@@ -46,7 +46,7 @@ def test_no_script_deletes_hides_an_exit_code_or_touches_git(script: Path) -> No
 
 
 @pytest.mark.parametrize("script", PYTHON, ids=lambda path: path.name)
-def test_a_python_script_says_what_it_is_for_and_holds_no_logic(script: Path) -> None:
+def test_a_python_script_has_a_docstring_and_holds_no_logic(script: Path) -> None:
     text = script.read_text()
     assert re.match(r'(#!.*\n)?"""', text)
     assert len(text.splitlines()) <= 45
@@ -81,7 +81,7 @@ def bootstrap(machine: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_bootstrap_without_a_new_enough_python_says_what_to_install(bare_machine: Path) -> None:
+def test_bootstrap_without_a_new_enough_python_names_what_to_install(bare_machine: Path) -> None:
     write_script(bare_machine / "path" / "python3", "exit 1\n")
     done = bootstrap(bare_machine)
     assert done.returncode == 1
@@ -223,7 +223,7 @@ def test_tensorboard_may_be_started_before_the_run_begins_and_tells_only_then(tm
         assert "no event files" not in checkout.run(f"bash scripts/run_tensorboard.sh {name}")
 
 
-def test_a_mistyped_flag_of_the_launch_is_told_before_anything_is_tested(tmp_path: Path) -> None:
+def test_a_mistyped_flag_of_the_launch_fails_before_anything_is_tested(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path / "checkout")
     refused = checkout.run("bash scripts/production_50k_launch.sh --detahc")
     assert refused.code == 2

@@ -60,7 +60,7 @@ def test_the_advice_on_memory_is_a_configuration_with_the_same_tokens(tmp_path, 
     assert advised.train.batch_size < batch or batch == 1
 
 
-def test_data_that_does_not_come_is_told_with_its_remedy(tmp_path, capsys) -> None:
+def test_data_that_does_not_come_is_reported_with_its_remedy(tmp_path, capsys) -> None:
     slow = ["data.dataset=fineweb_edu", f"data.hub_name={ROOT / 'tamis/data/assets/sample'}"]
     assert train_config(config_of(tmp_path, *slow, "data.loader_timeout_s=0.0001")) == 6
     told = capsys.readouterr().err

@@ -147,7 +147,7 @@ def require_same_model(path: Path, saved: dict[str, Any], config: Config) -> Non
     """Raise a ConfigError that names the keys if the checkpoint is of another model, data, tokenizer or seed."""
     foreign = [change for change in config_changes(saved, config) if change.is_identity]
     if foreign:
-        keys = ", ".join(f"{change.key}={change.old}, but the configuration says {change.new}" for change in foreign)
+        keys = ", ".join(f"{change.key}={change.old}, but the configuration has {change.new}" for change in foreign)
         raise ConfigError(
             f"{path} was trained with {keys}: resume with the configuration it was trained with, "
             "or choose another train.out_dir and start without --resume"

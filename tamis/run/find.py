@@ -27,7 +27,7 @@ def existing_run(path: str | Path) -> RunDirectory:
 
 
 def no_run_in(path: str | Path) -> str:
-    """A sentence that says what the path is instead, and names the runs nearby."""
+    """Return a sentence: what the path is instead, and the runs nearby."""
     path = Path(path)
     state = "holds no run" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
     runs = runs_near(path)
@@ -36,7 +36,7 @@ def no_run_in(path: str | Path) -> str:
 
 
 def runs_near(path: Path) -> list[Path]:
-    """Runs inside, around and beside the path and under artifacts/, the most similar names first."""
+    """Runs inside and around the path and under artifacts/, the most similar names first."""
     folders = [path.parent, *_folders(path), *_folders(path.parent), *_folders(RUNS)]
     runs = {str(folder): folder for folder in folders if folder != path and _is_run(RunDirectory(folder))}
     alike = difflib.get_close_matches(str(path), runs, n=SHOWN, cutoff=0.0)
@@ -44,7 +44,7 @@ def runs_near(path: Path) -> list[Path]:
 
 
 def holds_a_run(directory: RunDirectory) -> bool:
-    """Something of a run is there, were it only the reason why it did not start."""
+    """True if any run file exists, even just the log of a failed start."""
     traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]
     traces += [directory.lock, directory.launch_lock, directory.trainer_lock]
     traces += [directory.path / name for name in ("launch.log", "preflight.json")]

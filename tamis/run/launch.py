@@ -143,7 +143,7 @@ def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool
 
 def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:
     if not _is_ready(job):
-        say("not launched: the preflight failed; each failed line above says what to do")
+        say("not launched: the preflight failed; each failed line above ends with its remedy")
         return ExitCode.CRASH
 
     def supervised(config: Config) -> int:
@@ -236,7 +236,7 @@ def estimated_toks_per_s(job: Job) -> float | None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)
             rate = float(json.loads(done.stdout.strip().splitlines()[-1])["toks_per_s"])
         except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
-            say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate says why)")
+            say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate shows why)")
             return None
     say(f"estimate: {rate:,.0f} tok/s with {job.processes} process(es)")
     return rate

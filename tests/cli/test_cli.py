@@ -335,7 +335,7 @@ def test_a_smoke_test_owns_the_directory_of_its_run_and_a_halt_there_stops_it(he
     assert not out.halt.exists() and not RunLock(out.launch_lock).is_held()
 
 
-def test_a_launch_is_supervised_and_leaves_what_it_promises(here: Path) -> None:
+def test_a_launch_is_supervised_and_leaves_the_documented_files(here: Path) -> None:
     done = command_line("launch", "mine.yaml", "train.tensorboard=false")
     assert done.returncode == 0, done.stdout
     run = RunDirectory(here / "out")

@@ -158,7 +158,7 @@ class FakeTrainer:
             time.sleep(self.fault.seconds)
 
     def wait_for_the_others(self, number: int) -> None:
-        """The collective: nobody ends a step before all have computed it."""
+        """The collective: no rank ends a step before all have computed it."""
         if self.ranks == 1:
             return
         (self.run.path / f"reached_rank{self.rank}").write_text(str(number))

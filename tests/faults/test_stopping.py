@@ -107,7 +107,7 @@ def test_a_detached_launch_returns_at_once_and_trains_on_in_its_own_session(laun
 
 
 def test_a_frozen_terminal_does_not_hold_up_the_training(launching) -> None:
-    master, slave = os.openpty()  # nobody reads from master
+    master, slave = os.openpty()  # master is never read
     launched = launching(stdout=slave, steps=20, FAKE_CHATTER="20000")
     assert launched.wait() == 0
     assert_ends_as_unbroken(launched)

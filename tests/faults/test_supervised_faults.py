@@ -35,7 +35,7 @@ def test_a_worker_that_dies_mid_step_is_restarted_from_the_newest_checkpoint(lau
     assert "rank 0 begins after step 10" in launched.told()
 
 
-def test_data_at_its_end_is_final_and_the_event_says_why(launching) -> None:
+def test_data_at_its_end_is_final_and_the_event_gives_the_reason(launching) -> None:
     launched = launching(fault={"kind": "end_of_data", "step": 13})
     assert launched.wait() == 6, launched.told()
     assert launched.events() == ["start", "end"]
@@ -133,7 +133,7 @@ def test_a_stopped_rank_is_named_and_let_go_on_to_save(launching) -> None:
     assert launched.events()[1] == "stopped_rank" and "rank 1 is stopped" in launched.told()
 
 
-def test_a_rank_starved_of_data_is_told_from_a_stuck_one(launching) -> None:
+def test_a_rank_starved_of_data_is_distinguished_from_a_stuck_one(launching) -> None:
     launched = launching(ranks=2, fault={"kind": "hang_in_data", "rank": 1, "step": 13})
     assert launched.wait() == 0, launched.told()
     assert "starved_of_data" in launched.events() and "rank 1 waits for the batch of step 13" in launched.told()
@@ -147,7 +147,7 @@ def test_a_slow_rank_is_named_and_not_killed(launching) -> None:
 
 
 @pytest.mark.parametrize("seconds", [3600.0, -3600.0])
-def test_a_clock_that_jumps_an_hour_disturbs_nobody(launching, seconds: float) -> None:
+def test_a_clock_that_jumps_an_hour_disturbs_nothing(launching, seconds: float) -> None:
     launched = launching(fault={"kind": "clock_jump", "step": 13, "seconds": seconds})
     assert launched.wait() == 0, launched.told()
     assert launched.events() == ["start", "end"]
@@ -155,7 +155,7 @@ def test_a_clock_that_jumps_an_hour_disturbs_nobody(launching, seconds: float) -
     assert abs(last.ts - first.ts) > 3000
 
 
-def test_a_half_written_heartbeat_disturbs_nobody(launching) -> None:
+def test_a_half_written_heartbeat_disturbs_nothing(launching) -> None:
     launched = launching(FAKE_HOLD="7")
     launched.until_step(7)
     with open(launched.run.heartbeat(0), "a") as file:
@@ -227,7 +227,7 @@ assert "restart" not in launched.events(), launched.events()
 """
 
 
-def test_a_full_disk_is_told_and_neither_trainer_nor_supervisor_dies_of_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_ends_neither_trainer_nor_supervisor(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     script = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK]
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which run an operator means, and what he is told when there is none."""
+"""Finding the run that an operator means, and the error when there is none."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_the_most_similar_name_comes_first(runs: Path) -> None:
         ("artifacts/m7c_125m/config.yaml", "is not a directory"),
     ],
 )
-def test_what_is_no_run_is_told_with_the_runs_there_are(path: str, state: str, runs: Path) -> None:
+def test_a_path_that_is_not_a_run_is_refused_with_the_runs_that_exist(path: str, state: str, runs: Path) -> None:
     message = refusal(path)
     assert message.startswith(f"{path} {state}; give the directory that train.out_dir names (runs here: ")
     assert "artifacts/m7c_125m" in message

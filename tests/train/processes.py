@@ -87,7 +87,7 @@ class RankProcesses:
 def ranks(folder: Path, world_size: int, body: Callable[..., int | None], *arguments: Any) -> Iterator[RankProcesses]:
     """Start `body(*arguments)` in as many processes; whatever still lives at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    # We keep the meeting place, as torchrun does: a port that is only looked up can be gone when a rank wants it.
+    # The parent keeps the store open, as torchrun does: a port that is only looked up can be taken in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = [

@@ -148,7 +148,7 @@ def test_a_rank_whose_weights_differ_is_named_at_the_next_check(tmp_path: Path) 
     assert RunDirectory(config.train.out_dir).anomaly.read_text().startswith("weights_differ")
 
 
-def with_an_error_beside_a_stuck_peer(config: Config, kind: str) -> int:
+def with_an_error_and_a_stuck_peer(config: Config, kind: str) -> int:
     """The odd rank fails in step 3 with a collective under way that its peer, stuck, never joins."""
 
     def failing(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
@@ -167,7 +167,7 @@ def with_an_error_beside_a_stuck_peer(config: Config, kind: str) -> int:
     ("kind", "said"), [("handled", "error on rank 1: "), ("unhandled", "an illegal memory access")]
 )
 def test_a_rank_that_fails_exits_without_waiting_for_its_peers(tmp_path: Path, kind: str, said: str) -> None:
-    with ranks(tmp_path / "ranks", 2, with_an_error_beside_a_stuck_peer, config_of(tmp_path), kind) as running:
+    with ranks(tmp_path / "ranks", 2, with_an_error_and_a_stuck_peer, config_of(tmp_path), kind) as running:
         wait_until(lambda: not running.processes[ODD].is_alive(), "the rank that failed is gone")
         assert running.processes[ODD].exitcode == 1, running.output()
         assert running.processes[0].is_alive(), "its peer is still stuck"
@@ -242,7 +242,7 @@ def losses(run: RunDirectory) -> list[str]:
     return [line.rsplit(",", 1)[0] for line in run.training_csv.read_text().splitlines()]
 
 
-# A rank that is told to stop, or killed
+# A rank that gets a signal, or is killed
 
 
 def endless(tmp_path: Path) -> Config:

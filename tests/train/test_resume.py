@@ -152,7 +152,7 @@ def test_a_start_with_another_model_or_seed_is_refused_with_the_key_and_changes_
     cases: list[tuple[str, Path, str | None, str]] = [
         ("nsa.w=32", run.path, "auto", "nsa.w=64 (asked for: 32)"),
         ("train.seed=2", run.path, None, "train.seed=1337 (asked for: 2)"),
-        ("nsa.w=32", tmp_path / "new", explicit, "nsa.w=64, but the configuration says 32"),
+        ("nsa.w=32", tmp_path / "new", explicit, "nsa.w=64, but the configuration has 32"),
     ]
     for number, (key, out, resume, said) in enumerate(cases):
         other = tiny_config(out, "train.steps=9", key)

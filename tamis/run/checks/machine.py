@@ -44,7 +44,7 @@ class Subject:
         return Path(self.config.train.out_dir)
 
     @property
-    def wants_gpu(self) -> bool:
+    def needs_gpu(self) -> bool:
         return self.config.runtime.device != "cpu" and (
             bool(self.gpus) or self.config.runtime.device == "cuda" or self.config.runtime.production
         )
@@ -57,7 +57,7 @@ def python_and_torch(subject: Subject) -> Finding:
 
 
 def driver_matches_torch(subject: Subject) -> Finding:
-    if not subject.wants_gpu:
+    if not subject.needs_gpu:
         return not_applicable("no GPU is used")
     cuda = cuda_of_torch()
     if cuda is None:
@@ -72,7 +72,7 @@ def driver_matches_torch(subject: Subject) -> Finding:
 
 
 def gpus_are_there_and_free(subject: Subject) -> Finding:
-    if not subject.wants_gpu:
+    if not subject.needs_gpu:
         return not_applicable("no GPU: the run uses the CPU")
     if not subject.gpus:
         required_by = (
@@ -86,7 +86,7 @@ def gpus_are_there_and_free(subject: Subject) -> Finding:
 def finishes_in_time(subject: Subject) -> Finding:
     """Refuse a run that a CPU cannot finish within days; GPUs are measured by `tamis estimate`."""
     config = subject.config
-    if subject.wants_gpu:
+    if subject.needs_gpu:
         return not_applicable("the run uses GPUs; tamis estimate measures their speed")
     cores = os.cpu_count() or 1
     flops = flops_per_token(config) * config.tokens_per_step(1) * config.train.steps

@@ -1,6 +1,6 @@
 """Every file name of a run directory, in one place: the interface between trainer, supervisor, watchdog and monitor.
 
-`docs/run-directory.md` says what each file holds.
+`docs/run-directory.md` describes what each file holds.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Gpu:
 
 
 class GpuLost(RuntimeError):
-    """A GPU is there but does not answer; the message says which and what to do."""
+    """A GPU is there but does not answer; the message names it and the remedy."""
 
 
 def read_gpus(nvml: Any = None, environment: Mapping[str, str] | None = None) -> list[Gpu]:

@@ -74,7 +74,7 @@ class RunLocked(RuntimeError):
 
 
 def require_no_launch(run: RunDirectory) -> None:
-    """Refuse early, before anything is written beside a run that is under way; `acquire` is what really decides."""
+    """Refuse early, before anything is written into the directory of a live run; `acquire` decides."""
     for lock in (RunLock(run.lock), RunLock(run.launch_lock)):
         if lock.is_held():
             raise RunLocked(lock.refusal())
@@ -89,7 +89,7 @@ class RunLock:
 
     def acquire(self, purpose: str) -> None:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        for attempt in range(ATTEMPTS):  # whoever asks `is_held` shares the lock for an instant
+        for attempt in range(ATTEMPTS):  # a caller of `is_held` shares the lock for an instant
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -23,13 +23,13 @@ FIELDS = {"step": int, "bytes": int, "sha256": str}
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that must not be loaded; the message says why and which one to use instead."""
+    """A checkpoint that must not be loaded; the message gives the reason and the one to use instead."""
 
 
 def write_manifest(
     run: RunDirectory, step: int, *, config_hash: str, sha256: str | None = None, size: int | None = None
 ) -> None:
-    """Declare a finished checkpoint. A writer that summed its bytes says what it wrote; else the file is read."""
+    """Declare a finished checkpoint. A writer that summed its bytes passes the sum; otherwise the file is read."""
     run.require_held()
     path = run.checkpoint(step)
     manifest = {
@@ -62,7 +62,7 @@ def size_of(path: Path) -> int:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest's fields; a ValueError says what is wrong with it."""
+    """The manifest's fields; a ValueError names what is wrong with it."""
     try:
         manifest = read_json(path)
     except FileNotFoundError:

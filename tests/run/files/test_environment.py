@@ -44,7 +44,7 @@ def test_versions_gpus_and_driver_are_there():
     assert described["cpu"]["cores"] >= 1
 
 
-def test_a_machine_without_gpu_has_no_driver_and_says_null():
+def test_a_machine_without_gpu_records_its_driver_as_null():
     assert describe_environment([], {})["driver"] is None
 
 

@@ -164,7 +164,7 @@ def test_several_gpus_launch_torchrun_with_every_gpu(count):
     assert command[-4:] == ["-m", "tamis.train.main", "--config", "c.yaml"]
 
 
-def test_no_gpu_says_so_and_runs_the_showcase():
+def test_without_a_gpu_the_showcase_runs_and_the_reason_is_printed():
     plan = launch_plan([], environment={})
     assert plan.config_path == "configs/train_showcase.yaml"
     assert "no GPU found" in plan.reasons[0]

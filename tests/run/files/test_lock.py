@@ -55,7 +55,7 @@ def test_a_released_lock_has_no_owner(tmp_path: Path) -> None:
     assert lock.owner() is None and not RunLock(tmp_path / ".lock").is_held()
 
 
-def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
+def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     mine = ProcessId.of(process.pid)
     assert mine.state() == "running" and ProcessId.parse(str(mine)) == mine
@@ -68,7 +68,7 @@ def test_a_process_is_told_from_a_later_one_with_its_pid() -> None:
     mine.send(signal.SIGKILL)
     while mine.is_alive():
         time.sleep(0.01)
-    assert mine.state() == "dead"  # though nobody has waited for it yet
+    assert mine.state() == "dead"  # though its parent has not waited for it yet
     process.wait()
 
 

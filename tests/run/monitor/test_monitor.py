@@ -138,7 +138,7 @@ def test_a_silent_rank_is_an_alert_with_its_limit(tmp_path):
 
 def test_halt_anomaly_and_unfinished_checkpoint_are_alerts_problems_first(tmp_path):
     run = fabricate(tmp_path)
-    HaltFile(run.halt).request("the operator wants lunch")
+    HaltFile(run.halt).request("the operator goes to lunch")
     write_anomaly(run, Alarm("gate_collapse", "halt", "the gates have collapsed"))
     run.manifest(40).unlink()
     alerts = read_snapshot(tmp_path, gpus=[]).alerts

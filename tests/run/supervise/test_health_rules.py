@@ -58,7 +58,7 @@ def test_a_collapsed_gate_halts() -> None:
     assert run.kinds("halt") == {"gate_collapse"}
 
 
-def test_low_entropy_is_told_before_it_is_a_collapse() -> None:
+def test_low_entropy_is_noted_before_it_is_a_collapse() -> None:
     run = run_of(30, gate_entropy_mean=lambda step: 0.4)
     assert run.kinds("note") == {"gate_entropy_low"} and run.kinds("halt") == set()
 
@@ -108,6 +108,6 @@ def test_a_loss_that_rises_and_stays_there_halts() -> None:
     assert run.kinds("halt") == {"loss_diverging"}
 
 
-def test_creeping_memory_is_told_while_there_is_time() -> None:
+def test_growing_memory_is_noted_while_there_is_time() -> None:
     run = run_of(600, gpu_mem_alloc_gib=lambda step: 20.0 + 0.01 * step)
     assert run.kinds("note") == {"memory_creeping"} and run.kinds("halt") == set()

@@ -25,7 +25,7 @@ def test_data_that_fails_before_the_first_step_is_not_tried_again() -> None:
     assert (decision.restart, decision.code) == (False, 6)
 
 
-def test_data_at_its_end_is_not_tried_again_and_the_reason_says_what_to_change() -> None:
+def test_data_at_its_end_is_not_retried_and_the_reason_names_what_to_change() -> None:
     ended = "the data ended after 96 samples: raise data.epochs"
     decision = RestartBudget().decide(Ending(6, furthest_step=10, lasting=ended))
     assert (decision.restart, decision.code) == (False, 6)

@@ -1,4 +1,4 @@
-"""Beside a run: GPU samples and a measured ETA."""
+"""The sampler of a launch: GPU samples and a measured ETA."""
 
 import time
 

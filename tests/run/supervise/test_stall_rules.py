@@ -84,7 +84,7 @@ def test_a_wall_clock_jump_of_an_hour_is_nothing(jump: float) -> None:
 def test_a_machine_that_slept_for_an_hour_is_not_taken_for_a_silent_run() -> None:
     run = SimulatedRun()
     run.steps(1, 30)
-    run.monotonic += 3600  # nobody ran: neither the trainer nor the watcher
+    run.monotonic += 3600  # the machine slept: neither the trainer nor the watchdog ran
     run._next_look = run.monotonic
     run.wait(5)
     run.steps(31, 40)
@@ -114,7 +114,7 @@ def test_the_first_step_may_compile_for_long_but_not_forever() -> None:
     assert stalled_after(run, 200) == "stuck_in_compute"
 
 
-def test_a_worker_that_never_says_anything_is_noticed() -> None:
+def test_a_worker_that_never_sends_a_heartbeat_is_noticed() -> None:
     run = SimulatedRun()
     assert stalled_after(run, 1000) == "stuck_at_start"
 
@@ -128,7 +128,7 @@ def test_a_repeated_beat_is_no_progress() -> None:
     assert run.kinds("stall") == {"stuck_in_compute"}
 
 
-def test_waiting_for_data_is_told_from_computing() -> None:
+def test_waiting_for_data_is_distinguished_from_computing() -> None:
     run = SimulatedRun(ranks=2)
     run.steps(1, 10)
     run.beat("step_start", 11)
@@ -203,7 +203,7 @@ def test_a_slow_rank_is_named_and_not_killed(field: str) -> None:
     assert run.kinds("stall") | run.kinds("halt") == set()
 
 
-def test_a_run_that_mostly_waits_for_data_is_told_so() -> None:
+def test_a_run_that_mostly_waits_for_data_gets_a_note() -> None:
     run = SimulatedRun()
     run.steps(1, 40, seconds=1.0, dt_fetch_s=0.7)
     assert run.kinds() == {"starved_of_data"} and run.kinds("note") == run.kinds()

@@ -44,7 +44,7 @@ def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: P
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
 
 
-def test_workers_killed_with_everything_they_started_leave_nobody(tmp_path: Path) -> None:
+def test_killing_workers_also_kills_every_process_they_started(tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
     workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):

@@ -134,7 +134,7 @@ def test_a_worker_too_stuck_to_obey_is_killed_at_the_deadline(tmp_path: Path, mo
     assert stuck.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-def test_the_deadlines_leave_nobody_alive_25_seconds_after_term() -> None:
+def test_the_deadlines_leave_no_process_alive_25_seconds_after_term() -> None:
     """The worker's own comes first, so that its exit code tells; the sidecar's holds for whatever is stuck."""
     assert LEAVE_AFTER_S + 1 < TERM_DEADLINE_S
     assert TERM_DEADLINE_S + LOOK_EVERY_S < 25
