@@ -30,7 +30,7 @@ Phase = Literal[
     "checkpoint",  # a checkpoint is being written
     "done",  # all steps are done
     "halted",  # stopped on request, checkpoint written
-    "failed",  # stopped by an error; detail says which
+    "failed",  # stopped by an error, which detail names
 ]
 PHASES: frozenset[str] = frozenset(get_args(Phase))
 FINAL_PHASES = frozenset({"done", "halted", "failed"})
