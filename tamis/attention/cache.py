@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention.decode import use_kernels
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import DeviceStart, NSASpec, Start
 
 WIDEST_COMPRESSED = 256  # bytes of a head: wider ones do not fit the kernel that compresses
 
@@ -155,7 +155,7 @@ class Cache:
             )
         return length
 
-    def tile_start(self, tokens: int) -> int:
+    def tile_start(self, tokens: int) -> Start:
         """Return where a tile of `tokens` begins: a DeviceStart if kernels write every layer and the window is full.
 
         Before that, the length of a tile's window depends on its start.
@@ -163,8 +163,6 @@ class Cache:
         start = self.common_length()
         if not all(isinstance(x, NSACache) and x.written_by_kernels and start >= x.spec.w for x in self.layers):
             return start
-        from tamis.attention.kernels.start import DeviceStart  # here, because a machine without a GPU may lack Triton
-
         return DeviceStart(self.max_len - tokens, self.positions_B)
 
     def row(self, index: int) -> Cache:

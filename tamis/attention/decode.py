@@ -12,7 +12,7 @@ from torch import Tensor
 from tamis.attention import reference
 from tamis.attention.checks import check_caches, check_like, check_positions, check_queries, check_start
 from tamis.attention.functional import why_no_kernels
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import NSASpec, Start, latest_start
 
 Caches = tuple[Tensor, Tensor, Tensor]  # compressed, selected, window
 
@@ -24,20 +24,20 @@ def tile_attention(
     window_BT2GD: Tensor,
     gates_BSH3: Tensor,
     spec: NSASpec,
-    start: int,
+    start: Start,
     first_key: int,
     kernels: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
     caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
-    _check_tile(q_BSHD, caches, gates_BSH3, spec, start, first_key)
+    _check_tile(q_BSHD, caches, gates_BSH3, spec, latest_start(start), first_key)
     attend = kernel_tile if use_kernels(q_BSHD, kernels) else reference_tile
     out, ids_BSGn = attend(q_BSHD, caches, gates_BSH3, spec, start, first_key)
     return out, ids_BSGn[:, -1]
 
 
 def kernel_tile(
-    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: int, first_key: int
+    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: Start, first_key: int
 ) -> tuple[Tensor, Tensor]:
     """The mixed output and every query's chosen blocks `[B,S,G,n]`, by the kernels of training; nothing is copied."""
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
@@ -48,9 +48,10 @@ def kernel_tile(
 
 
 def reference_tile(
-    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: int, first_key: int
+    q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpec, start: Start, first_key: int
 ) -> tuple[Tensor, Tensor]:
-    """The same by the specification."""
+    """The same by the specification; with a start on the device, of the latest tile."""
+    start = latest_start(start)
     (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win) = (cached.unbind(2) for cached in caches)
     ids_BSGn = reference.select_blocks(q_BSHD, k_cmp, spec, start)
     branches = (

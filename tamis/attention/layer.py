@@ -15,7 +15,7 @@ from tamis.attention.compress import LearnedCompression, MeanCompression
 from tamis.attention.decode import decode_attention, tile_attention
 from tamis.attention.functional import Backend, nsa_attention
 from tamis.attention.rotary import Rotary, split_heads
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import NSASpec, Start, latest_start
 
 ROTATED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
 DEFAULT_MAX_LEN = 32768
@@ -124,9 +124,9 @@ class NSAAttention(nn.Module):
         cache.positions_B += 1
         return out
 
-    def attend_tile(self, x_BSE: Tensor, cache: NSACache, start: int) -> Tensor:
+    def attend_tile(self, x_BSE: Tensor, cache: NSACache, start: Start) -> Tensor:
         """Return the output for tokens `start … start+S−1` and write them to the cache."""
-        end = start + x_BSE.shape[1]
+        end = latest_start(start) + x_BSE.shape[1]
         q, window = self._write_tile(self._heads(x_BSE), cache, start)
         compressed = cache.compressed_BN2GD[:, : self.spec.compressed_blocks(end)]
         mixed, chosen = tile_attention(
@@ -145,12 +145,13 @@ class NSAAttention(nn.Module):
         )
         return self.out(mixed.flatten(1))
 
-    def _write_tile(self, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
+    def _write_tile(self, heads_BSCD: Tensor, cache: NSACache, start: Start) -> tuple[Tensor, Tensor]:
         """Write tokens from `start` on to the cache; return their queries, and the window from its first key on."""
         if cache.written_by_kernels:
             from tamis.attention.kernels.cache_writes import write_tile
 
             return write_tile(self, heads_BSCD, cache, start)
+        start = latest_start(start)
         end = start + heads_BSCD.shape[1]
         positions = torch.arange(start, end, device=heads_BSCD.device)
         q, raw, selected, window = self._rotated(heads_BSCD, positions)

@@ -1,8 +1,11 @@
 """The kernels as one torch operation: a forward and a backward op with fake implementations, tied by autograd.
 
-Safe under torch.compile (no graph break) and CUDA graphs (nothing is read by the host, no grid depends on data).
-The spec travels as its five whole numbers, since an operation's arguments are tensors and numbers. Inputs were checked
-before they come here, and nothing is checked again.
+Safe under torch.compile (no graph break) and CUDA graphs (the host reads nothing, no grid depends on data). The spec is
+passed as its five whole numbers, since an operation's arguments are tensors and numbers. `functional` has checked the
+inputs, and nothing is checked again.
+
+The kernels of the gates are here too. Forward, `out = Σ gate·branch`; backward, the gates' gradients and each
+`gate·<dout, branch>`. Both read every tensor once and are bound by memory. Their rows are (batch, token, head).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,22 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import gcd
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.banded import dkv as banded_keys
-from tamis.attention.kernels.banded import forward as banded
-from tamis.attention.kernels.banded.band import Rows
-from tamis.attention.kernels.compressed import compressed_band, compressed_forward
-from tamis.attention.kernels.gates import mix_backward, mix_forward
-from tamis.attention.kernels.selected.branch import selected_backward, selected_forward
+from tamis.attention.checks import check_contiguous, check_like, check_queries
+from tamis.attention.kernels.banded.keys import key_gradients
+from tamis.attention.kernels.banded.queries import (
+    Rows,
+    add_query_gradient,
+    compressed_band,
+    compressed_forward,
+    window_band,
+    window_forward,
+)  # fmt: skip
+from tamis.attention.kernels.launch import padded, unit_last_stride
+from tamis.attention.kernels.selected.backward import selected_backward
+from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
-from tamis.attention.kernels.window import window_band, window_forward
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import NSASpec, Start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
+ELEMENTS = 4096  # per program
+# Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
+HEADS_OF_DELTA = 4
+ELEMENTS_OF_DELTA = 8192
 
 
 @torch.library.custom_op("tamis::nsa_forward", mutates_args=())
@@ -45,9 +61,9 @@ def nsa_forward(
 
 
 def attend(
-    q: Tensor, keys_and_values: Sequence[Tensor], gates: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+    q: Tensor, keys_and_values: Sequence[Tensor], gates: Tensor, spec: NSASpec, start: Start = 0, first_key: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `nsa_forward` gives, of queries from position `start` on; the window's keys begin at `first_key`."""
+    """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
     with _range("compressed"):
         out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, trusted=True)
@@ -94,14 +110,14 @@ def nsa_backward(
     dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
-        q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[SELECTED], SELECTED, dq, geometry, trusted=True
+        q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True
     )
     # Both dense branches add to dq in one pass over the queries.
     window = window_band(k_win, v_win, geometry), Rows(lse_win, weights[WINDOW], delta[WINDOW])
     compressed = compressed_band(k_cmp, v_cmp, geometry), Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
-    banded.query_gradient(q, dout, dq, True, window, compressed)
-    dk_cmp, dv_cmp = banded_keys.gradients(q, *compressed, dout)
-    dk_win, dv_win = banded_keys.gradients(q, *window, dout)
+    add_query_gradient(q, dout, dq, window, compressed)
+    dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
+    dk_win, dv_win = key_gradients(q, *window, dout)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
@@ -145,3 +161,83 @@ def _range(name: str) -> AbstractContextManager[Any]:
 
 def as_numbers(spec: NSASpec) -> list[int]:
     return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
+
+
+@triton.jit
+def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.arange(0, DP)
+    alive = row < rows
+    at = row[:, None] * D + column[None, :]
+    mask = alive[:, None] & (column < D)[None, :]
+    acc = tl.zeros([BM, DP], tl.float32)
+    for branch in tl.static_range(3):
+        source = cmp if branch == 0 else (sel if branch == 1 else win)
+        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
+        acc += gate[:, None] * tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _delta_kernel(
+    dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, rows,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BM // HEADS
+    column = tl.arange(0, DP)
+    parts, tiles = H // HEADS, tl.cdiv(S, TOKENS)
+    s = (tl.program_id(0) // parts % tiles) * TOKENS + tl.arange(0, BM) // HEADS
+    h = tl.program_id(0) % parts * HEADS + tl.arange(0, BM) % HEADS
+    b = (tl.program_id(0) // parts // tiles).to(tl.int64)
+    alive = s < S
+    row = (b * S + s) * H + h
+    mask = alive[:, None] & (column < D)[None, :]
+    at_dout = (b * stride_ob + s * stride_os + h * stride_oh)[:, None] + column[None, :]
+    grad = tl.load(dout + at_dout, mask=mask, other=0.0).to(tl.float32)
+    for branch in tl.static_range(3):
+        source = cmp if branch == 0 else (sel if branch == 1 else win)
+        value = tl.load(source + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        product = tl.sum(grad * value, 1)
+        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
+        tl.store(dgates + row * 3 + branch, product.to(dgates.dtype.element_ty), mask=alive)
+        at_scalar = branch * rows + (b * H + h) * S + s
+        tl.store(weights + at_scalar, gate, mask=alive)
+        tl.store(delta + at_scalar, gate * product, mask=alive)
+
+
+def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False) -> Tensor:
+    """`Σ gate·branch`; branches `[B,S,H,D]` and gates `[B,S,H,3]`, all contiguous."""
+    if not trusted:
+        _check(cmp, sel, win, gates)
+    D = cmp.shape[3]
+    rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
+    out = torch.empty_like(cmp)
+    _mix_kernel[(triton.cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
+    return out
+
+
+def mix_backward(
+    dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dgates `[B,S,H,3]`; and for the branches' kernels the gates and `gate·<dout, branch>`, `[3,B,H,S]` float32."""
+    if not trusted:
+        _check(cmp, sel, win, gates)
+        check_like("cmp", cmp, dout=(dout, tuple(cmp.shape)))
+    dout = unit_last_stride(dout)
+    B, S, H, D = cmp.shape
+    heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
+    block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
+    dgates = torch.empty_like(gates)
+    weights, delta = (torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device) for _ in range(2))
+    _delta_kernel[(H // heads * triton.cdiv(S, block // heads) * B,)](
+        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, rows,
+        D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
+    )  # fmt: skip
+    return dgates, weights, delta
+
+
+def _check(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> None:
+    check_queries(cmp, "cmp")
+    shape = tuple(cmp.shape)
+    check_like("cmp", cmp, sel=(sel, shape), win=(win, shape), gates=(gates, (*shape[:3], 3)))
+    check_contiguous(cmp=cmp, sel=sel, win=win, gates=gates)

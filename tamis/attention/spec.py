@@ -1,12 +1,12 @@
-"""The geometry of Native Sparse Attention: block sizes, and which blocks exist, overlap and are visible.
-
-No tensors here, so that every other file of this room agrees on one set of numbers.
-"""
+"""The geometry of Native Sparse Attention: block sizes, and which blocks exist, overlap and are visible."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORCED_BLOCKS = 3  # block 0 and the two newest, always chosen
 
@@ -37,7 +37,7 @@ class NSASpec:
 
     @classmethod
     def of(cls, section: Any) -> NSASpec:
-        """From the `nsa` section of a config, which also says how a block is compressed."""
+        """Take the sizes from the `nsa` section of a config."""
         return cls(l=section.l, d=section.d, l_sel=section.l_sel, n_sel=section.n_sel, w=section.w)
 
     def compressed_blocks(self, tokens: int) -> int:
@@ -73,3 +73,22 @@ class NSASpec:
     def reads_per_token(self, context: int) -> int:
         """Keys a query at the end of `context` tokens reads: compressed, selected and window, by formula."""
         return self.compressed_blocks(context) + min(self.n_sel * self.l_sel, context) + min(self.w, context)
+
+
+@dataclass(frozen=True)
+class DeviceStart:
+    """The position of a tile's first query, read by the kernels from the device.
+
+    A captured CUDA graph launches its kernels with the same numbers at every replay. To walk a prompt tile by tile they
+    must read the position themselves.
+    """
+
+    latest: int  # the largest position possible: the host sizes its allocations by it
+    where: Tensor  # one whole number on the device
+
+
+Start = int | DeviceStart
+
+
+def latest_start(start: Start) -> int:
+    return start.latest if isinstance(start, DeviceStart) else start

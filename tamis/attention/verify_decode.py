@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention.decode import decode_attention, tile_attention, use_kernels
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import DeviceStart, NSASpec
 from tamis.attention.verify import LIMIT, Check, relative_rmse
 
 TILE = 29  # queries of a tile that is checked
@@ -77,11 +77,7 @@ def _tile_error(
     caches = [normal(1, n, 2, groups, dim) for n in (spec.compressed_blocks(end), end, end - first_key)]
     q, gates = normal(1, end - start, heads, dim), torch.sigmoid(normal(1, end - start, heads, 3))
     tile: tuple[Any, ...] = (q, *caches, gates, spec)
-    begin = start
-    if on_device:
-        from tamis.attention.kernels.start import DeviceStart  # here, because a machine without a GPU may lack Triton
-
-        begin = DeviceStart(start, torch.tensor([start], device=q.device))
+    begin = DeviceStart(start, torch.tensor([start], device=q.device)) if on_device else start
     attend: Callable[..., Any] = tile_attention
     got = attend(*tile, begin, first_key, kernels=kernels)[0]
     return relative_rmse(got, attend(*_exact(tile), start, first_key, kernels=False)[0])

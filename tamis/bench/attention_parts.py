@@ -110,20 +110,30 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     """The kernels of each branch alone, as the whole runs them."""
     if why_no_kernels(inputs[0].device, inputs[0].dtype, shape.dim):
         return
-    from tamis.attention.kernels.compressed import compressed_backward, compressed_forward
-    from tamis.attention.kernels.gates import mix_backward, mix_forward
-    from tamis.attention.kernels.selected.branch import selected_backward, selected_forward
+    from tamis.attention.kernels.banded.keys import key_gradients
+    from tamis.attention.kernels.banded.queries import (
+        Rows,
+        add_query_gradient,
+        compressed_band,
+        compressed_forward,
+        window_band,
+        window_forward,
+    )  # fmt: skip
+    from tamis.attention.kernels.selected.backward import selected_backward
+    from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
-    from tamis.attention.kernels.window import window_backward, window_forward
+    from tamis.attention.op import mix_backward, mix_forward
 
     spec = shape.spec
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (x.detach() for x in inputs)
-    dout, dq = torch.randn_like(q), torch.empty_like(q)
+    dout, dq = torch.randn_like(q), torch.zeros_like(q)
     cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec)
     ids = select_from_lse(q, k_cmp, lse_cmp, spec)
     sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec)
     win, lse_win = window_forward(q, k_win, v_win, spec)
     _, weights, delta = mix_backward(dout, cmp, sel, win, gates)
+    compressed = compressed_band(k_cmp, v_cmp, spec), Rows(lse_cmp, weights[0], delta[0])
+    window = window_band(k_win, v_win, spec), Rows(lse_win, weights[2], delta[2])
 
     def pair(name: str, forward: Callable[[], object], backward: Callable[[], object]) -> Timed:
         return Timed(name, choices, forward, lambda: (forward(), backward()))
@@ -131,21 +141,19 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     yield pair(
         "selected",
         lambda: selected_forward(q, k_sel, v_sel, ids, spec, trusted=True),
-        lambda: selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gates, delta[1], 1, dq, spec, False, True),
+        lambda: selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gates[..., 1], delta[1], dq, spec, trusted=True),
     )
     if choices != "random":
         return  # the other parts do not depend on what is chosen
     yield pair(
         "compressed",
         lambda: compressed_forward(q, k_cmp, v_cmp, spec),
-        lambda: compressed_backward(q, k_cmp, v_cmp, lse_cmp, dout, weights[0], delta[0], dq, spec, True),
+        lambda: key_gradients(q, *compressed, dout),
     )
     yield Timed("selection", choices, lambda: select_from_lse(q, k_cmp, lse_cmp, spec), None)
-    yield pair(
-        "window",
-        lambda: window_forward(q, k_win, v_win, spec),
-        lambda: window_backward(q, k_win, v_win, lse_win, dout, weights[2], delta[2], dq, spec, True),
-    )
+    yield pair("window", lambda: window_forward(q, k_win, v_win, spec), lambda: key_gradients(q, *window, dout))
+    # Both dense branches share one pass over the queries in the backward direction.
+    yield pair("dense dq", lambda: None, lambda: add_query_gradient(q, dout, dq, window, compressed))
     yield pair(
         "gates",
         lambda: mix_forward(cmp, sel, win, gates),

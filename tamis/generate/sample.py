@@ -168,8 +168,8 @@ class TileReader:
         start = self.cache.tile_start(tokens_BS.shape[1])
         self.cache.reserve(tokens_BS.shape[1])
         known = self.tokens_BS.shape == tokens_BS.shape
-        if type(start) is int or not known:
-            if type(start) is not int:
+        if isinstance(start, int) or not known:
+            if not isinstance(start, int):
                 self.tokens_BS, self.graph = tokens_BS.clone(), None
             return self.model.read_tile(tokens_BS, self.cache, start)[:, -1]
         self.tokens_BS.copy_(tokens_BS)

@@ -13,7 +13,7 @@ from tamis.attention.cache import Cache
 from tamis.attention.functional import Backend
 from tamis.attention.layer import NSAAttention
 from tamis.attention.rotary import Rotary
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import NSASpec, Start
 from tamis.config import Config
 from tamis.model.dense import DenseAttention
 from tamis.model.loss import linear_cross_entropy
@@ -52,7 +52,7 @@ class Block(nn.Module):
         x_BSE, normed = self.feed_forward_norm.of_sum(x_BSE, attended)
         return x_BSE, self.feed_forward(normed), statistics
 
-    def read_tile(self, x_BSE: Tensor, cache: Any, start: int) -> Tensor:
+    def read_tile(self, x_BSE: Tensor, cache: Any, start: Any) -> Tensor:
         return self._add(x_BSE, self.attention.attend_tile(self.attention_norm(x_BSE), cache, start))
 
     def step(self, x_BE: Tensor, cache: Any, positions_B: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         return self.read_tile(tokens_BS, cache, start)
 
     @torch.no_grad()
-    def read_tile(self, tokens_BS: Tensor, cache: Cache, start: int) -> Tensor:
+    def read_tile(self, tokens_BS: Tensor, cache: Cache, start: Start) -> Tensor:
         """Do the same from `start` on, in room the caller reserved; with a DeviceStart, a CUDA graph can capture it."""
         x = self.embedding(tokens_BS)
         for block, layer_cache in zip(self._blocks(), cache.layers, strict=True):

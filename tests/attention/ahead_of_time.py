@@ -44,10 +44,9 @@ class TargetDriver:
 def record_launches(arch: int) -> dict[str, object]:
     """From now on launches compile for `arch` and land, compiled, in the returned dict."""
     from tamis.attention.kernels import launch as tiles
-    from tamis.attention.kernels.selected import rows as selected_rows
 
     triton.runtime.driver.set_active(TargetDriver(arch))
-    tiles.is_ampere = selected_rows.is_ampere = lambda x: arch < 90  # tensors of this process are on no GPU
+    tiles.is_ampere = lambda x: arch < 90  # tensors of this process are on no GPU
     compiled: dict[str, object] = {}
     run = JITFunction.run
 

@@ -64,24 +64,43 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
-def branch_against_reference(forward, backward, attend, branch, q, k, v, gates, spec, slack=1.0):
-    """Hold a branch's output and gradients to the reference, the gradients to `slack` times the limit."""
-    from tamis.attention.kernels.gates import mix_backward
+def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
+    """Hold a dense branch's output and gradients to the reference, the gradients to `slack` times the limit.
+
+    The other dense branch takes part in the pass over the queries, as in training, with no weight: its lse is infinite.
+    """
+    from tamis.attention import reference
+    from tamis.attention.kernels.banded import keys, queries
+    from tamis.attention.op import COMPRESSED, WINDOW, mix_backward
+
+    forward, attend, index, band_of, other_band_of = {
+        "compressed": (
+            queries.compressed_forward, reference.compressed_attention, COMPRESSED,
+            queries.compressed_band, queries.window_band,
+        ),
+        "window": (
+            queries.window_forward, reference.window_attention, WINDOW, queries.window_band, queries.compressed_band,
+        ),
+    }[branch]  # fmt: skip
 
     exact = [x.detach().float().requires_grad_() for x in (q, k, v, gates)]
     expected = attend(*exact[:3], spec)
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(7)).to(q)
-    gradients = torch.autograd.grad(expected * exact[3][..., branch : branch + 1], exact, dout.float())
+    gradients = torch.autograd.grad(expected * exact[3][..., index : index + 1], exact, dout.float())
 
     q, k, v, gates = (x.detach() for x in (q, k, v, gates))
     out, lse = forward(q, k, v, spec)
     outs = [torch.zeros_like(out) for _ in range(3)]
-    outs[branch] = out
+    outs[index] = out
     dgates, weights, delta = mix_backward(dout, *outs, gates)
-    dq = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
-    dk, dv = backward(q, k, v, lse, dout, weights[branch], delta[branch], dq, spec, accumulate_dq=False)
+    dq = torch.zeros_like(q)
+    rows = queries.Rows(lse, weights[index], delta[index])
+    none = torch.zeros_like(lse)
+    absent = other_band_of(k, v, spec), queries.Rows(none + float("inf"), none, none)
+    queries.add_query_gradient(q, dout, dq, (band_of(k, v, spec), rows), absent)
     added = dq.clone()
-    backward(q, k, v, lse, dout, weights[branch], delta[branch], added, spec, accumulate_dq=True)
+    queries.add_query_gradient(q, dout, added, absent, (band_of(k, v, spec), rows))
+    dk, dv = keys.key_gradients(q, band_of(k, v, spec), rows, dout)
     measured = {"out": out, "dq": dq, "dk": dk, "dv": dv, "dgates": dgates, "added dq": added}
     wanted = (expected, *gradients, 2 * gradients[0])
     errors = {name: relative_rmse(x, y, floor=0.1) for (name, x), y in zip(measured.items(), wanted, strict=True)}

@@ -69,36 +69,32 @@ def test_the_number_of_compressed_blocks_must_follow_from_the_length() -> None:
 
 def branch_calls() -> dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]]:
     """Every function of a branch, and inputs that fit it; batch 1, 20 tokens, 6 heads, 2 groups, dim 4."""
-    from tamis.attention.kernels.compressed import compressed_backward, compressed_forward
-    from tamis.attention.kernels.gates import mix_backward, mix_forward
-    from tamis.attention.kernels.selected.branch import selected_backward, selected_forward
+    from tamis.attention.kernels.banded.queries import compressed_forward, window_forward
+    from tamis.attention.kernels.selected.backward import selected_backward
+    from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
-    from tamis.attention.kernels.window import window_backward, window_forward
+    from tamis.attention.op import mix_backward, mix_forward
 
     inputs = make_inputs(SMALL, Sizes(20), dtype=torch.float32)
     q, gates = inputs["q"], inputs["gates"]
     cmp, sel, win = ({name: inputs[name] for name in NAMES if name.endswith(kind)} for kind in ("cmp", "sel", "win"))
     ids = select_blocks(q, inputs["k_cmp"], SMALL)
-    rows = {name: torch.zeros(1, 6, 20) for name in ("lse", "gate", "delta")}
-    gradients = rows | {"dout": q.clone(), "dq": q.clone()}
+    rows = {name: torch.zeros(1, 6, 20) for name in ("lse", "delta")}
+    gradients = rows | {"dout": q.clone(), "dq": q.clone(), "gates": gates[..., 1]}
     outs = {name: q.clone() for name in ("cmp", "sel", "win")} | {"gates": gates}
 
     def selected(backward: bool, q, k_sel, v_sel, ids, **rest):  # type: ignore[no-untyped-def]
         if not backward:
             return selected_forward(q, k_sel, v_sel, ids, SMALL)
         lse, dout, gates, delta, dq = (rest[name] for name in ("lse", "dout", "gates", "delta", "dq"))
-        return selected_backward(q, k_sel, v_sel, ids, lse, dout, gates, delta, 1, dq, SMALL)
+        return selected_backward(q, k_sel, v_sel, ids, lse, dout, gates, delta, dq, SMALL)
 
     chosen = {"q": q, **sel, "ids": ids}
-    gradients_of_chosen = chosen | {name: x for name, x in gradients.items() if name != "gate"} | {"gates": gates}
-    backward = {"spec": SMALL, "accumulate_dq": False}
     return {
         "compressed_forward": (partial(compressed_forward, spec=SMALL), {"q": q, **cmp}),
-        "compressed_backward": (partial(compressed_backward, **backward), {"q": q, **cmp, **gradients}),  # type: ignore[arg-type]
         "window_forward": (partial(window_forward, spec=SMALL), {"q": q, **win}),
-        "window_backward": (partial(window_backward, **backward), {"q": q, **win, **gradients}),  # type: ignore[arg-type]
         "selected_forward": (partial(selected, False), chosen),
-        "selected_backward": (partial(selected, True), gradients_of_chosen),
+        "selected_backward": (partial(selected, True), chosen | gradients),
         "select_from_lse": (partial(select_from_lse, spec=SMALL), {"q": q, "k_cmp": cmp["k_cmp"], "lse": rows["lse"]}),
         "mix_forward": (mix_forward, outs),
         "mix_backward": (mix_backward, outs | {"dout": q.clone()}),
@@ -127,7 +123,7 @@ def test_a_branch_refuses_what_does_not_fit(call: str, name: str) -> None:
         assert "must" in refusal(call, name, right.double())
 
 
-@pytest.mark.parametrize(("call", "name"), [x for x in INPUTS if x[1] in ("lse", "gate", "delta", "dq", "cmp", "sel")])
+@pytest.mark.parametrize(("call", "name"), [x for x in INPUTS if x[1] in ("lse", "delta", "dq", "cmp", "sel")])
 def test_what_kernels_read_by_place_must_be_contiguous(call: str, name: str) -> None:
     right = CALLS[call][1][name]
     axes = (2, 3) if call == "selected_backward" and name == "dq" else (1, 2)  # there tokens and heads may be strided

@@ -17,7 +17,7 @@ from tests.attention.devices import (  # isort: skip
 )
 from tamis.attention import NSASpec, op
 from tamis.attention.decode import Caches, kernel_tile, reference_tile, tile_attention
-from tamis.attention.kernels.start import DeviceStart
+from tamis.attention.spec import DeviceStart
 
 __all__ = ["poisoned_memory"]
 

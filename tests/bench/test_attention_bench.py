@@ -26,7 +26,7 @@ def test_the_parts_are_all_the_kernels_of_the_whole():
     shape = attention.SHAPES["tiny"]
     inputs = attention.things.make_inputs(shape, 1, 33, torch.device(DEVICE), torch.float32, clustered=True)
     names = [part.name for part in attention.things.parts(shape, inputs, "random")]
-    assert names == ["selected", "compressed", "selection", "window", "gates"]
+    assert names == ["selected", "compressed", "selection", "window", "dense dq", "gates"]
 
 
 def test_nothing_is_reported_where_the_kernels_disagree(capsys, monkeypatch):

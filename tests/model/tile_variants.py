@@ -15,8 +15,8 @@ from tamis.attention import NSASpec
 from tamis.attention.cache import NSACache
 from tamis.attention.decode import kernel_tile
 from tamis.attention.kernels.cache_writes import write_tile
-from tamis.attention.kernels.start import DeviceStart
 from tamis.attention.layer import NSAAttention
+from tamis.attention.spec import DeviceStart, Start, latest_start
 from tests.attention.ahead_of_time import TargetDriver
 
 TILE, TILES, SPARE = 4096, 16, 32
@@ -42,14 +42,14 @@ def main() -> None:
     print(json.dumps(compiled))
 
 
-def read_tile(layer: NSAAttention, cache: NSACache, start: int) -> None:
+def read_tile(layer: NSAAttention, cache: NSACache, start: Start) -> None:
     """Launch the kernels of one tile at the M7C shape."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(1, TILE, *shape, dtype=torch.bfloat16)
 
     q, window = write_tile(layer, empty(layer.heads + 6 * layer.groups, layer.dim), cache, start)
-    end = start + TILE
+    end = latest_start(start) + TILE
     kept = cache.compressed_BN2GD[:, : layer.spec.compressed_blocks(end)], cache.selected_BT2GD[:, :end], window
     kernel_tile(q, kept, empty(layer.heads, 3), layer.spec, start, end - window.shape[1])
 

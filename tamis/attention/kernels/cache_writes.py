@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tamis.attention.cache import NSACache
 from tamis.attention.compress import LearnedCompression
-from tamis.attention.kernels.launch import padded, precision
-from tamis.attention.kernels.start import DeviceStart, read_start, start_argument
+from tamis.attention.kernels.launch import padded, precision, read_start, start_argument
+from tamis.attention.spec import DeviceStart, Start, latest_start
 
 if TYPE_CHECKING:
     from tamis.attention.layer import NSAAttention
@@ -171,13 +171,13 @@ def _unroll_kernel(ring, window, start, older, W, stride_rb, stride_wb, ROW: tl.
     tl.store(window + sequence * stride_wb + n * ROW + column, row, mask=column < ROW)
 
 
-def write_tile(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, start: int) -> tuple[Tensor, Tensor]:
+def write_tile(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, start: Start) -> tuple[Tensor, Tensor]:
     """Write tokens from `start` on to the cache; return their queries, a view of `heads`, and the window.
 
     `heads` is overwritten.
     """
     B, S, _, D = heads_BSCD.shape
-    older = min(start, layer.spec.w - 1)
+    older = min(latest_start(start), layer.spec.w - 1)
     window = torch.empty((B, older + S, 2, layer.groups, D), dtype=heads_BSCD.dtype, device=heads_BSCD.device)
     if older:
         ring = cache.window.slots_BW2GD
@@ -203,7 +203,7 @@ def write_dense(layer: HasHeads, heads_BSCD: Tensor, cached_BT2GD: Tensor, at: i
     return heads_BSCD[:, :, : layer.heads]
 
 
-def _compress(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, at: int | Tensor) -> None:
+def _compress(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, at: Start | Tensor) -> None:
     """Compress the blocks that end among the new tokens, whose heads are unrotated; the tail holds earlier tokens."""
     B, S, C, D = heads_BSCD.shape
     spec, G, DP = layer.spec, layer.groups, padded(D)
@@ -224,7 +224,7 @@ def _compress(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, at: int 
     )  # fmt: skip
 
 
-def _position(at: int | Tensor) -> tuple[Tensor | None, int | Tensor | None]:
+def _position(at: Start | Tensor) -> tuple[Tensor | None, int | Tensor | None]:
     """Return (each sequence's position, None) for a step, (None, start) for a tile."""
     if isinstance(at, Tensor):
         return at, None
@@ -235,7 +235,7 @@ def _write(
     layer: HasHeads,
     heads_BSCD: Tensor,
     cached_BT2GD: Tensor,
-    at: int | Tensor,
+    at: Start | Tensor,
     cache: NSACache | None = None,
     window_BT2GD: Tensor | None = None,
 ) -> None:

@@ -1,8 +1,9 @@
-"""Fixed tile sizes of the kernels, one small table: no autotuning at first use.
+"""How kernels are launched: fixed tile sizes (no autotuning at first use), and arguments every kernel takes alike.
 
 `rows` are query rows (token × head of the group), `keys` key positions.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.spec import DeviceStart, NSASpec, Start
 
 LOG2E = 1.4426950408889634
 
@@ -63,7 +68,45 @@ LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
 FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
 
 
-def tile_for(kernel: str, q: torch.Tensor, copied: bool = False) -> Tile:
+MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """A tile of the selected branch, whose keys are those of a selection block."""
+
+    rows: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+# kernel → head dim up to 64, up to 128; "copied" is the union whose keys the tensor memory accelerator copies. Measured
+# on an H200. At dim 128 the copied union and the halves spill (24 and 16 bytes), and are faster for all that.
+SELECTED_HOPPER = {
+    "union": (RowTile(128, 8, 3, registers=128), RowTile(128, 8, 3)),
+    "copied": (RowTile(128, 8, 3), RowTile(256, 8, 3)),
+    "forward": (RowTile(128, 4, 3, registers=168), RowTile(64, 4, 2)),
+    "backward": (RowTile(64, 4, 3), RowTile(64, 8, 3)),
+    "halves": (RowTile(64, 4, 2), RowTile(64, 4, 2)),
+}
+# For A100, chosen from compiled code alone: the largest tiles that do not spill there.
+SELECTED_AMPERE = {
+    "union": (RowTile(128, 8, 3), RowTile(128, 8, 3)),
+    "forward": (RowTile(64, 4, 3), RowTile(64, 4, 3)),
+    "backward": (RowTile(32, 4, 3), RowTile(32, 8, 2)),
+}
+# Correct rather than fast: float32 multiplies on the ordinary cores, and head dims above 128 fill the registers.
+SELECTED_SLOW = {
+    "union": (RowTile(32, 4, 1), RowTile(32, 4, 1)),
+    "copied": (RowTile(32, 4, 1), RowTile(32, 4, 1)),
+    "forward": (RowTile(32, 8, 1), RowTile(32, 8, 1)),
+    "backward": (RowTile(32, 8, 1), RowTile(16, 8, 1)),
+    "halves": (RowTile(32, 8, 1), RowTile(16, 8, 1)),
+}
+
+
+def tile_for(kernel: str, q: Tensor, copied: bool = False) -> Tile:
     """The tile of a kernel for queries like these; `copied` if the tiles it walks are (`copies_tiles`)."""
     dim = padded(q.shape[-1])
     if q.dtype == torch.float32:
@@ -74,7 +117,7 @@ def tile_for(kernel: str, q: torch.Tensor, copied: bool = False) -> Tile:
     return table[kernel, max(64, dim)]
 
 
-def copies_tiles(heads_per_group: int, *tensors: torch.Tensor) -> bool:
+def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
     """Whether the tensor memory accelerator copies tiles of these: on Hopper, at head dim 128 in half precision.
 
     Tiles of queries must be whole tokens: else addresses of rows take the registers that copies free. At head dim 64 it
@@ -97,7 +140,7 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
+def unit_last_stride(x: Tensor) -> Tensor:
     """Kernels take unit stride in the last dimension, and heads that lie within 32-bit reach; others are copied.
 
     Positions are counted in 64 bits, heads in 32: head-major tensors of millions of tokens would pass 2^31.
@@ -106,7 +149,7 @@ def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and in_reach else x.contiguous()
 
 
-def is_ampere(x: torch.Tensor) -> bool:
+def is_ampere(x: Tensor) -> bool:
     """Whether the tensor is on a GPU older than Hopper."""
     return x.is_cuda and _capability(x.device) < (9, 0)
 
@@ -114,3 +157,41 @@ def is_ampere(x: torch.Tensor) -> bool:
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
+    """Keyword arguments of a launch: rows of a tile (at least one token's heads), warps, stages, registers."""
+    dim = q_BSHD.shape[-1]
+    table = SELECTED_AMPERE if is_ampere(q_BSHD) else SELECTED_HOPPER
+    launch = (SELECTED_SLOW if q_BSHD.dtype == torch.float32 or dim > 128 else table)[kernel][dim > 64]
+    rows = max(launch.rows, triton.next_power_of_2(heads_per_group))
+    settings = {"ROWS": rows, "num_warps": launch.warps, "num_stages": launch.stages}
+    return settings | ({"maxnreg": launch.registers} if launch.registers else {})
+
+
+def takes_halves(q_BSHD: Tensor, heads_per_group: int) -> bool:
+    """Whether the backward sweep holds a head's elements in two halves: where that was measured to be faster.
+
+    Groups whose heads do not fill a tile of rows need more registers, and keep to the other kernel.
+    """
+    half_precision, fills_tiles = q_BSHD.dtype != torch.float32, 64 % heads_per_group == 0
+    return q_BSHD.shape[-1] == 128 and half_precision and fills_tiles and not is_ampere(q_BSHD)
+
+
+def block_tiles(spec: NSASpec) -> tuple[int, int]:
+    """Keys held at once (a power of two), and how many such tiles a selection block takes."""
+    keys = min(MOST_KEYS, max(16, triton.next_power_of_2(spec.l_sel)))
+    return keys, -(-spec.l_sel // keys)
+
+
+def start_argument(start: Start) -> int | Tensor | None:
+    """The argument of a kernel; None for 0, which compiles the kernel without a position."""
+    return start.where if isinstance(start, DeviceStart) else start or None
+
+
+@triton.jit
+def read_start(start):
+    """Return the position, from a number or from a pointer to one."""
+    if start.dtype.is_ptr():
+        start = tl.load(start).to(tl.int32)
+    return start

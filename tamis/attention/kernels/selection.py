@@ -20,15 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
-from tamis.attention.kernels.banded.tiles import described_keys
-from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
-from tamis.attention.kernels.start import read_start, start_argument
-from tamis.attention.spec import FORCED_BLOCKS, NSASpec
+from tamis.attention.kernels.banded.queries import described_keys
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    copies_tiles,
+    padded,
+    precision,
+    read_start,
+    start_argument,
+    tile_for,
+    unit_last_stride,
+)  # fmt: skip
+from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
-RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is compiled anew as the prompt grows
+RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is recompiled as the prompt grows
 
 
 @triton.jit
@@ -175,10 +183,10 @@ def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr)
     column = tl.arange(0, value.shape[1])[None, :]
     slot = tl.arange(0, SLOTS)[None, :]
     found = tl.full([value.shape[0], SLOTS], UNUSED, tl.int32)
-    for place in range(COUNT):
+    for rank in range(COUNT):
         top = tl.max(value, 1)
         at = tl.min(tl.where(value == top[:, None], column, UNUSED), 1)
-        found = tl.where((slot == place) & (top >= 0.0)[:, None], at[:, None], found)
+        found = tl.where((slot == rank) & (top >= 0.0)[:, None], at[:, None], found)
         value = tl.where(column == at[:, None], -1.0, value)
     return tl.sort(found)
 
@@ -220,10 +228,10 @@ def _top_kernel(
         inner = tl.arange(0, RUN_P2)[None, None, :]
         at = (row[:, None] * runs + run_ids)[:, :, None] * RUN_P2 + inner
         value = tl.load(scores + at, mask=(run_ids < UNUSED)[:, :, None], other=-1.0)
-        places = _best(tl.reshape(value, [BM, value.shape[1] * RUN_P2]), FREE, SLOTS, UNUSED)
+        entries = _best(tl.reshape(value, [BM, value.shape[1] * RUN_P2]), FREE, SLOTS, UNUSED)
         held = tl.arange(0, value.shape[1])[None, None, :]
-        run_of_place = tl.sum(tl.where((places // RUN_P2)[:, :, None] == held, run_ids[:, None, :], 0), 2)
-        by_score = run_of_place * RUN + places % RUN_P2
+        run_of_entry = tl.sum(tl.where((entries // RUN_P2)[:, :, None] == held, run_ids[:, None, :], 0), 2)
+        by_score = run_of_entry * RUN + entries % RUN_P2
     forced = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest[:, None] - 1, newest[:, None]))
     chosen = tl.where(slot < FREE, by_score, forced)
     every = tl.where(slot <= newest[:, None], slot, UNUSED)  # where there are no more than N_SEL
@@ -235,11 +243,12 @@ def _top_kernel(
 
 
 def select_from_lse(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: int = 0, trusted: bool = False
+    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: Start = 0, trusted: bool = False
 ) -> Tensor:
     """Ids `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end; `lse` is the compressed branch's `[B,H,S]`."""
+    latest = latest_start(start)
     if not trusted:
-        check_branch(q, compressed_blocks(q, spec, start), k_cmp=k_cmp)
+        check_branch(q, compressed_blocks(q, spec, latest), k_cmp=k_cmp)
         check_rows(q, lse=lse)
     q, k_cmp = unit_last_stride(q), unit_last_stride(k_cmp)
     B, S, H, D = q.shape
@@ -252,8 +261,8 @@ def select_from_lse(
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
-    for t_begin, t_end in _chunks(B, S, G, spec, start):
-        blocks = spec.selection_blocks(start + t_end)
+    for t_begin, t_end in _chunks(B, S, G, spec, latest):
+        blocks = spec.selection_blocks(latest + t_end)
         runs = triton.cdiv(blocks, run)
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
@@ -266,7 +275,7 @@ def select_from_lse(
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
-        runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if start else 1)
+        runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, B, S, G, start_argument(start), runs, t_begin, t_end,

@@ -20,14 +20,13 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
 from tamis.attention import reference  # isort: skip
-from tamis.attention.kernels import row_statistics  # isort: skip
-from tamis.attention.kernels.selected import backward as selected_gradients  # isort: skip
+from tamis.attention.kernels.banded import keys as banded_keys  # isort: skip
 from tamis.attention.kernels.selected import lists as selected_lists  # isort: skip
 from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: skip
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
-from tamis.attention.kernels.selected.branch import selected_backward, selected_forward  # isort: skip
+from tamis.attention.kernels.launch import takes_halves  # isort: skip
+from tamis.attention.kernels.selected.backward import cached_segment, selected_backward  # isort: skip
 from tamis.attention.kernels.selected.lists import ITEM, Layout, chunks_of_pairs  # isort: skip
-from tamis.attention.kernels.selected.rows import takes_halves  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
@@ -37,15 +36,15 @@ SLACK_OF_LARGE_LOGITS = 2.0
 
 
 def union_of_every_tile(*inputs):  # type: ignore[no-untyped-def]
-    out, lse, _ = selected_union.forward(*inputs)
+    out, lse, _ = selected_union.union_forward(*inputs)
     return out, lse
 
 
 def union_of_short_tiles(*inputs):  # type: ignore[no-untyped-def]
-    return selected_pairs.forward(*inputs, rest_of=selected_union.forward(*inputs, every_tile=False))
+    return selected_pairs.pairs_forward(*inputs, rest_of=selected_union.union_forward(*inputs, every_tile=False))
 
 
-FORMS = {"pairs": selected_pairs.forward, "union": union_of_every_tile, "mixed": union_of_short_tiles}
+FORMS = {"pairs": selected_pairs.pairs_forward, "union": union_of_every_tile, "mixed": union_of_short_tiles}
 
 
 def random_ids(spec: NSASpec, batch: int, tokens: int, groups: int, generator: torch.Generator) -> Tensor:
@@ -84,17 +83,23 @@ class Case:
         out, lse = forward(self.q, self.k, self.v, self.ids, self.spec, **options)
         dq = torch.full(self.q.shape, float("nan"), device=DEVICE)  # whatever is not written stays visible
         dk, dv = backward(
-            self.q, self.k, self.v, self.ids, lse, self.dout, self.gates, self.delta(out), 1, dq, self.spec, **options
+            self.q,
+            self.k,
+            self.v,
+            self.ids,
+            lse,
+            self.dout,
+            self.gates[..., 1],
+            self.delta(out),
+            dq,
+            self.spec,
+            **options,
         )
         return [out, dq, dk, dv]
 
     def delta(self, out: Tensor) -> Tensor:
         dot = (out.float() * self.dout.float()).sum(-1) * self.gates[..., 1].float()
         return dot.transpose(1, 2).contiguous()
-
-
-def backward_of_pairs(q, k, v, ids, lse, dout, gates, delta, branch, dq, spec, **options):  # type: ignore[no-untyped-def]
-    return selected_gradients.backward(q, k, v, ids, lse, dout, gates[..., branch], delta, dq, spec, False, **options)
 
 
 def assert_agrees(
@@ -131,7 +136,7 @@ def test_both_forms_agree_with_the_reference(form, shape, dtype) -> None:  # typ
 def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> None:
     case = Case(tokens=75, heads=3, batch=2)
     assert Layout.of(case.ids, case.spec, 1, chunk=32).segments_per_sequence == 3
-    assert_agrees(case.measured(FORMS["pairs"], backward_of_pairs, chunk=32), case.expected())
+    assert_agrees(case.measured(FORMS["pairs"], chunk=32), case.expected())
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -142,8 +147,8 @@ def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs
     monkeypatch.setattr(selected_lists, "SHORTEST", 0)
     case = Case(tokens=90, heads=heads, batch=1 if heads == 16 else 2)
     assert Layout.of(case.ids, case.spec, 1, segment=1).segments_per_sequence == 3
-    out, lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, at_hand=1, early=early)
-    other, other_lse = selected_pairs.forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
+    out, lse = selected_pairs.pairs_forward(case.q, case.k, case.v, case.ids, case.spec, cached_bytes=1, early=early)
+    other, other_lse = selected_pairs.pairs_forward(case.q, case.k, case.v, case.ids, case.spec, early=not early)
     assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
     # The two multiply tiles of different shapes, and a BLAS may add up each shape in its own order: no equal bits.
     assert relative_rmse(out, other) < LIMIT[torch.float32] and relative_rmse(lse, other_lse) < LIMIT[torch.float32]
@@ -175,7 +180,7 @@ def test_chunks_hold_whole_sequences_where_they_fit() -> None:
 def test_segments_of_the_halves_stay_in_the_cache_and_fill_their_items() -> None:
     def segment(tokens: int) -> int:
         q = torch.empty(1, tokens, 64, 128, dtype=torch.bfloat16, device="meta")
-        return selected_gradients.segment_at_hand(q, 16, NSASpec())
+        return cached_segment(q, 16, NSASpec())
 
     assert [segment(tokens) for tokens in (2048, 8192, 16384)] == [1024, 2048, 4096]
 
@@ -213,7 +218,7 @@ def test_keys_of_a_longer_cache_are_not_copied(copied) -> None:  # type: ignore[
     dtype, dim = (torch.bfloat16, 128) if DEVICE == "cuda" else (torch.float32, 32)
     case = Case(tokens=20, heads=4, dtype=dtype, dim=dim)
     longer = [torch.cat([x, torch.full_like(x, float("nan"))], dim=1) for x in (case.k, case.v)]
-    out, _, _ = selected_union.forward(case.q, *longer, case.ids, case.spec)
+    out, _, _ = selected_union.union_forward(case.q, *longer, case.ids, case.spec)
     assert relative_rmse(out, case.expected()[0]) < LIMIT[dtype]
 
 
@@ -241,7 +246,7 @@ def test_gradients_in_halves_agree_with_the_reference(  # type: ignore[no-untype
     monkeypatch.setattr(selected_lists, "SHORTEST", 0)
 
     def in_halves(*inputs):  # type: ignore[no-untyped-def]
-        return backward_of_pairs(*inputs, halves=True, **cut)
+        return selected_backward(*inputs, halves=True, **cut)
 
     case = Case(**shape, dim=32, dtype=dtype)
     layout = Layout.of(case.ids, case.spec, 1, **cut)
@@ -291,13 +296,13 @@ def test_log_sum_exp_is_natural(form: str) -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_strided_inputs_and_an_accumulated_query_gradient() -> None:
+def test_strided_inputs_and_a_query_gradient_of_another_precision() -> None:
     case = Case(tokens=33, groups=2, heads=3)
     expected = case.expected()
     case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     case.k = torch.cat([case.k, case.k], dim=-1)[..., : case.k.shape[-1]]
     case.v = case.v.transpose(-1, -2).contiguous().transpose(-1, -2)
-    out, lse = selected_forward(case.q, case.k, case.v, case.ids, case.spec)
+    out, lse = selected_pairs.selected_forward(case.q, case.k, case.v, case.ids, case.spec)
     dq = torch.ones_like(case.q, dtype=torch.float32)
     dk, dv = selected_backward(
         case.q,
@@ -306,14 +311,12 @@ def test_strided_inputs_and_an_accumulated_query_gradient() -> None:
         case.ids,
         lse,
         case.dout,
-        case.gates,
+        case.gates[..., 1],
         case.delta(out),
-        1,
         dq,
         case.spec,
-        accumulate_dq=True,
     )
-    assert_agrees([out, dq - 1, dk, dv], expected)
+    assert_agrees([out, dq, dk, dv], expected)
 
 
 def test_same_inputs_give_the_same_bits() -> None:
@@ -325,12 +328,12 @@ def test_same_inputs_give_the_same_bits() -> None:
 def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid's other dimensions take no more than 65,535 programs; a batch of short sequences may be larger."""
     grids = []
-    kernel = row_statistics._transpose_statistics
+    kernel = banded_keys._transpose_statistics
     recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})
-    monkeypatch.setattr(row_statistics, "_transpose_statistics", recorder())
+    monkeypatch.setattr(banded_keys, "_transpose_statistics", recorder())
     lse, delta = torch.randn(2, 3, 5, 70, device=DEVICE)  # batch 3, 5 heads; 70 tokens are two tiles
     gates = torch.randn(3, 70, 5, 3, device=DEVICE)[..., 1]
-    statistics = row_statistics.gather_statistics(lse, delta, gates)
+    statistics = banded_keys.gather_statistics(lse, delta, gates)
     expected = torch.stack((lse.transpose(1, 2) * 1.4426950408889634, delta.transpose(1, 2), gates))
     torch.testing.assert_close(statistics, expected)
     assert grids == [(6,)]
@@ -361,15 +364,16 @@ MOST_SPILLED = {("backward_halves", 64): 16, ("_forward_tiles", 256): 24}
 COMPILE = """
 import json, sys, torch
 from tests.attention.ahead_of_time import record_launches, resources
-from tamis.attention.kernels.selected import branch as selected
+from tamis.attention.kernels.selected.backward import selected_backward
+from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.spec import NSASpec
 arch, spec = int(sys.argv[1]), NSASpec()
 kernels = record_launches(arch)
 for heads, dim, tokens in ((6, 64, 2048), (6, 64, 8192), (16, 128, 2048), (16, 128, 8192)):
     q, kv = (torch.empty(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, 1))
     ids = torch.empty(1, tokens, 1, spec.n_sel, dtype=torch.int32)
-    out, lse = selected.selected_forward(q, kv, kv, ids, spec, trusted=True)
-    selected.selected_backward(q, kv, kv, ids, lse, q, q[..., :3], lse, 1, out, spec, trusted=True)
+    out, lse = selected_forward(q, kv, kv, ids, spec, trusted=True)
+    selected_backward(q, kv, kv, ids, lse, q, q[..., 1], lse, out, spec, trusted=True)
 print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}))
 """
 

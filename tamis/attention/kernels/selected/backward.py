@@ -1,9 +1,12 @@
-"""Gradients of selected attention, block by block: one sweep over the chosen pairs gives all three.
+"""Triton: gradients of selected attention, block by block. One sweep over the chosen pairs gives all three.
 
-dK and dV of a block stay in registers while the tokens that chose it pass by; each pair writes one partial query
-gradient, and a second kernel adds them in slot order. No float atomics: sums have a fixed order.
+A program holds dK and dV of a block in registers while it walks the tokens that chose the block. Each pair writes one
+partial query gradient, and a second kernel adds them in slot order. There are no float atomics: sums have a fixed
+order. Two kernels compute the same: `backward_items` for every shape, and `backward_halves`, which holds a head's
+elements in two halves, so that at head dim 128 two programs share a multiprocessor.
 
-Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, n slots (n_sel).
+Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, N slots (n_sel), BN keys held
+at once, SUB such tiles per block.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,22 +17,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.launch import LOG2E
-from tamis.attention.kernels.row_statistics import gather_statistics
-from tamis.attention.kernels.selected.items import item_arguments, merge_launch, rows_of_merge, sizes_of
-from tamis.attention.kernels.selected.lists import ITEM, LARGE, Layout, chunks_of_pairs
-from tamis.attention.kernels.selected.rows import launch_settings, load_rows, store_rows, takes_halves
-from tamis.attention.kernels.selected.sweep import add_key_gradients, backward_halves, backward_items
+from tamis.attention.checks import check_gradients, check_like
+from tamis.attention.kernels.banded.keys import gather_statistics
+from tamis.attention.kernels.launch import LOG2E, launch_settings, takes_halves, unit_last_stride
+from tamis.attention.kernels.selected.lists import (
+    ITEM,
+    LARGE,
+    Layout,
+    chunks_of_pairs,
+    item_arguments,
+    keys_of_block,
+    locate_item,
+    masked_tiles_of,
+    merge_launch,
+    pairs_of_tile,
+    rows_of_merge,
+    sizes_of,
+)  # fmt: skip
+from tamis.attention.kernels.selected.pairs import check_selected
+from tamis.attention.kernels.selected.union import load_at, store_at
 from tamis.attention.spec import NSASpec
 
-# Chunks of a large call; memory is short here, with the outputs of all branches and all gradients about. Sequences that
+# Chunks of a large call. Memory is short here: the outputs of all branches and all gradients are held. Sequences that
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
 CHUNKS_OF_WHOLE_SEQUENCES = 4
-AT_HAND = 8 << 20  # bytes of a group's queries and output gradients in a segment
+CACHED_BYTES = 8 << 20  # of a group's queries and output gradients in a segment, which should stay in L2
 
 
-def backward(
+def selected_backward(
     q_BSHD: Tensor,
     k_BSGD: Tensor,
     v_BSGD: Tensor,
@@ -40,23 +56,29 @@ def backward(
     delta_BHS: Tensor,
     dq_BSHD: Tensor,
     spec: NSASpec,
-    accumulate_dq: bool,
+    trusted: bool = False,
     chunk: int | None = None,
     halves: bool | None = None,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values; that of the queries goes to `dq`. `gates` are this branch's alone.
+    """Return the gradients of k and v, and write that of q to `dq`; `dout` is the gradient of the mixed output.
 
-    `halves` forces one of the two kernels, or the other; `segment` the tokens of a segment, for the halves alone: only
-    there no item adds its gradients itself, which two segments of a sequence must not do at once.
+    `gates` are this branch's alone. `halves` forces one of the two kernels, or the other; `segment` sets the tokens of
+    a segment, for the halves alone: only there no item adds its gradients itself, which two segments of a sequence must
+    not do at once.
     """
+    if not trusted:
+        check_selected(q_BSHD, k_BSGD, v_BSGD, ids_BSGn, spec)
+        check_gradients(q_BSHD, dout_BSHD, dq_BSHD, lse=lse_BHS, delta=delta_BHS)
+        check_like("q", q_BSHD, gates=(gates_BSH, tuple(q_BSHD.shape[:3])))
+    q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD = map(unit_last_stride, (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
     batch, tokens, heads, dim = q_BSHD.shape
     heads_per_group = heads // ids_BSGn.shape[2]
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
     whole = tokens * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
     if halves and whole and segment is None:
-        segment = segment_at_hand(q_BSHD, heads_per_group, spec)
+        segment = cached_segment(q_BSHD, heads_per_group, spec)
     chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment)
     sizes = sizes_of(q_BSHD, layout, spec)
@@ -88,7 +110,7 @@ def backward(
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
-            BS=triton.next_power_of_2(sizes["N"]), ADD=accumulate_dq, **merge_sizes,
+            BS=triton.next_power_of_2(sizes["N"]), **merge_sizes,
         )  # fmt: skip
         _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
@@ -98,18 +120,18 @@ def backward(
     return dk, dv
 
 
-def segment_at_hand(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
+def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
     """Tokens of a segment: few, so that what is read for each of their slots stays in L2, but lists must fill items."""
     _, tokens, _, dim = q_BSHD.shape
     bytes_per_token = 2 * heads_per_group * dim * q_BSHD.element_size()
-    return max(AT_HAND // bytes_per_token, ITEM * spec.selection_blocks(tokens) // spec.n_sel)
+    return max(CACHED_BYTES // bytes_per_token, ITEM * spec.selection_blocks(tokens) // spec.n_sel)
 
 
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_query_gradients(
     part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    BD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     live, sequence, token, head, local_token, choices = rows_of_merge(
         ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
@@ -120,12 +142,10 @@ def _merge_query_gradients(
     first_part = local_token * (N * SUB) * R + head % R
     acc = tl.zeros((ROWS, BD), tl.float32)
     for index in tl.range(0, N * SUB, loop_unroll_factor=8):
-        acc += load_rows(part_dq, (first_part + index * R) * D, index < used * SUB, D, BD).to(tl.float32)
+        acc += load_at(part_dq, (first_part + index * R) * D, index < used * SUB, D, BD).to(tl.float32)
     acc = acc * scale
     target = sequence * dq_b + token * dq_s + head * dq_h
-    if ADD:
-        acc += load_rows(dq, target, live, D, BD).to(tl.float32)
-    store_rows(dq, target, acc, live, D, BD)
+    store_at(dq, target, acc, live, D, BD)
 
 
 @triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
@@ -155,10 +175,214 @@ def _merge_key_gradients(
         first_item = tl.load(list_first + list_id).to(tl.int64)
         for item in tl.range(0, tl.load(list_items + list_id), loop_unroll_factor=4):
             row = (first_item + item) * (SUB * BN) + in_block
-            dk_acc += load_rows(part_dk, row * D, always, D, BD)
-            dv_acc += load_rows(part_dv, row * D, always, D, BD)
+            dk_acc += load_at(part_dk, row * D, always, D, BD)
+            dv_acc += load_at(part_dv, row * D, always, D, BD)
     begun, last = first > sequence * per_sequence, end == (sequence + 1) * per_sequence
     add_key_gradients(
         dk_acc, dv_acc, in_block, block, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum, dk, dv,
         tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip
+
+
+@triton.jit
+def _first_rows(
+    q, dout, statistics, part_dq, sequence, first_token, group, segment_group, segment, sub, tokens,
+    q_b, q_s, q_h, o_b, o_s, o_h, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of an item's segment and group begin."""
+    first_token64 = first_token.to(tl.int64)
+    q += sequence * q_b + first_token64 * q_s + group * R * q_h
+    dout += sequence * o_b + first_token64 * o_s + group * R * o_h
+    statistics += (sequence * tokens + first_token64) * (G * R) + group * R
+    part_dq += (segment_group.to(tl.int64) * segment * N * SUB + sub) * R * D
+    return q, dout, statistics, part_dq
+
+
+@triton.jit
+def _row_statistics(statistics, rows, in_segment, head, live, G: tl.constexpr, R: tl.constexpr):
+    """Log-sum-exp, delta and gate of a tile's rows."""
+    row_statistics = statistics + in_segment * (G * R) + head
+    row_lse = tl.load(row_statistics, mask=live, other=float("inf"))  # p = 0: missing rows add nothing
+    row_delta = tl.load(row_statistics + rows, mask=live, other=0.0)
+    row_gate = tl.load(row_statistics + 2 * rows, mask=live, other=0.0)
+    return row_lse, row_delta, row_gate
+
+
+@triton.jit
+def _without_later_keys(p, token, block, sub, L_SEL: tl.constexpr, BN: tl.constexpr):
+    """Nothing of the keys that lie behind a row's token, or behind the block."""
+    ahead = token - block * L_SEL - sub * BN
+    column = tl.arange(0, BN)
+    visible = column[None, :] <= ahead[:, None]
+    if L_SEL % BN != 0:
+        visible = visible & (column < L_SEL - sub * BN)[None, :]
+    return tl.where(visible, p, 0.0)
+
+
+@triton.jit(do_not_specialize=["first_segment", "per_sequence"])
+def backward_items(
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale, dk_scale,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """One item: all five products of the backward pass for one block's keys and the item's tokens."""
+    item = tl.program_id(0)
+    sub = tl.program_id(1)
+    count = tl.load(item_count + item)
+    if count == 0:
+        return
+    start, list_id, sequence, first_token, group, block, segment_group = locate_item(
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
+    )
+    in_block, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
+    key64 = key.to(tl.int64)
+    k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+
+    head = tl.arange(0, ROWS) % R
+    q, dout, statistics, part_dq = _first_rows(
+        q, dout, statistics, part_dq, sequence, first_token, group, segment_group, segment, sub, tokens,
+        q_b, q_s, q_h, o_b, o_s, o_h, G, R, N, SUB, D,
+    )  # fmt: skip
+    dk = tl.zeros((BN, BD), tl.float32)
+    dv = tl.zeros((BN, BD), tl.float32)
+    masked_tiles = masked_tiles_of(
+        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+    )
+    next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
+    for tile in range(tl.cdiv(count, ROWS // R)):
+        pair = tl.maximum(next_pair, 0)
+        live = next_pair >= 0
+        next_pair = pairs_of_tile(pairs, tile + 1, start, count, -1, R, ROWS)
+        in_segment = (pair // N).to(OFFSET)
+        token = first_token + pair // N
+        q_tile = load_at(q, in_segment * q_s + head * q_h, live, D, BD)
+        do_tile = load_at(dout, in_segment * o_s + head * o_h, live, D, BD)
+        row_lse, row_delta, row_gate = _row_statistics(statistics, rows, in_segment, head, live, G, R)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
+        p = tl.exp2(s * scale - row_lse[:, None])
+        if tile < masked_tiles:
+            p = _without_later_keys(p, token, block, sub, L_SEL, BN)
+        weighted = (p * row_gate[:, None]).to(do_tile.dtype)
+        dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
+        ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
+        dk = tl.dot(tl.trans(ds), q_tile, dk, input_precision=PRECISION)
+        dq = tl.dot(ds, k_tile, input_precision=PRECISION)
+        row = pair.to(OFFSET) * (SUB * R) + head
+        store_at(part_dq, row * D, dq, live, D, BD)
+    if tl.load(list_items + list_id) == 1:
+        part = (first_segment + segment_group // G) % per_sequence
+        add_key_gradients(
+            dk, dv, in_block, block, group, sequence, part > 0, part == per_sequence - 1, dk_sum, dv_sum,
+            dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
+        )  # fmt: skip
+    else:
+        row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+        every_key = tl.full((BN,), True, tl.int1)
+        store_at(part_dk, row * D, dk, every_key, D, BD)
+        store_at(part_dv, row * D, dv, every_key, D, BD)
+
+
+@triton.jit(do_not_specialize=["first_segment", "per_sequence"])
+def backward_halves(
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
+    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same, with the first and the last half of a head's elements apart; D is a power of two.
+
+    Gradients of keys and values are summed transposed, so that p and ds reach shared memory as they are. Every item
+    writes them as partial sums: adding here would take registers that the loop needs.
+    """
+    item = tl.program_id(0)
+    sub = tl.program_id(1)
+    count = tl.load(item_count + item)
+    if count == 0:
+        return
+    start, _, sequence, first_token, group, block, segment_group = locate_item(
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
+    )
+    _, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
+    key64 = key.to(tl.int64)
+    HALF: tl.constexpr = D // 2
+    k_lo = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, HALF, HALF)
+    k_hi = load_at(k + sequence * k_b + group * k_g + HALF, key64 * k_s, key_live, HALF, HALF)
+    v_lo = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, HALF, HALF)
+    v_hi = load_at(v + sequence * v_b + group * v_g + HALF, key64 * v_s, key_live, HALF, HALF)
+
+    head = tl.arange(0, ROWS) % R
+    q, dout, statistics, part_dq = _first_rows(
+        q, dout, statistics, part_dq, sequence, first_token, group, segment_group, segment, sub, tokens,
+        q_b, q_s, q_h, o_b, o_s, o_h, G, R, N, SUB, D,
+    )  # fmt: skip
+    dk_lo = tl.zeros((HALF, BN), tl.float32)
+    dk_hi = tl.zeros((HALF, BN), tl.float32)
+    dv_lo = tl.zeros((HALF, BN), tl.float32)
+    dv_hi = tl.zeros((HALF, BN), tl.float32)
+    masked_tiles = masked_tiles_of(
+        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+    )
+    next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
+    tiles = tl.cdiv(count, ROWS // R)
+    for tile in range(tiles):
+        live = next_pair >= 0
+        in_segment = (tl.maximum(next_pair, 0) // N).to(OFFSET)
+        next_pair = pairs_of_tile(pairs, tile + 1, start, count, -1, R, ROWS)
+        q_lo = load_at(q, in_segment * q_s + head * q_h, live, HALF, HALF)
+        q_hi = load_at(q + HALF, in_segment * q_s + head * q_h, live, HALF, HALF)
+        do_lo = load_at(dout, in_segment * o_s + head * o_h, live, HALF, HALF)
+        do_hi = load_at(dout + HALF, in_segment * o_s + head * o_h, live, HALF, HALF)
+        row_lse, row_delta, row_gate = _row_statistics(statistics, rows, in_segment, head, live, G, R)
+        s = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
+        s = tl.dot(q_hi, tl.trans(k_hi), s, input_precision=PRECISION)
+        dp = tl.dot(do_lo, tl.trans(v_lo), input_precision=PRECISION)
+        dp = tl.dot(do_hi, tl.trans(v_hi), dp, input_precision=PRECISION)
+        p = tl.exp2(s * scale - row_lse[:, None])
+        if tile < masked_tiles:
+            again = pairs_of_tile(pairs, tile, start, count, 0, R, ROWS) // N  # rare, so not carried in registers
+            p = _without_later_keys(p, first_token + again, block, sub, L_SEL, BN)
+        weighted = (p * row_gate[:, None]).to(do_lo.dtype)
+        ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_lo.dtype)
+        # Always so, but the compiler does not know it. What is in an `if` comes after the reads of the next tile and
+        # hides them; else they would come last, and the next round would begin by waiting for them.
+        if tile < tiles:
+            dv_lo = tl.dot(tl.trans(do_lo), weighted, dv_lo, input_precision=PRECISION)
+            dv_hi = tl.dot(tl.trans(do_hi), weighted, dv_hi, input_precision=PRECISION)
+            dk_lo = tl.dot(tl.trans(q_lo), ds, dk_lo, input_precision=PRECISION)
+            dk_hi = tl.dot(tl.trans(q_hi), ds, dk_hi, input_precision=PRECISION)
+            pair = pairs_of_tile(pairs, tile, start, count, -1, R, ROWS)
+            row = tl.maximum(pair, 0).to(OFFSET) * (SUB * R) + head
+            dq_lo = tl.dot(ds, k_lo, input_precision=PRECISION)
+            store_at(part_dq, row * D, dq_lo, pair >= 0, HALF, HALF)
+            dq_hi = tl.dot(ds, k_hi, input_precision=PRECISION)
+            store_at(part_dq + HALF, row * D, dq_hi, pair >= 0, HALF, HALF)
+    row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+    every_key = tl.full((BN,), True, tl.int1)
+    store_at(part_dk, row * D, tl.trans(dk_lo), every_key, HALF, HALF)
+    store_at(part_dk + HALF, row * D, tl.trans(dk_hi), every_key, HALF, HALF)
+    store_at(part_dv, row * D, tl.trans(dv_lo), every_key, HALF, HALF)
+    store_at(part_dv + HALF, row * D, tl.trans(dv_hi), every_key, HALF, HALF)
+
+
+@triton.jit
+def add_key_gradients(
+    dk_acc, dv_acc, in_block, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
+    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
+    key = block * L_SEL + in_block
+    live = (in_block < L_SEL) & (key < tokens)
+    target = ((sequence * tokens + key) * G + group) * D
+    dk_acc += load_at(dk_sum, target, live & begun, D, BD).to(tl.float32)
+    dv_acc += load_at(dv_sum, target, live & begun, D, BD).to(tl.float32)
+    store_at(dk_sum, target, dk_acc, live & (not last), D, BD)
+    store_at(dv_sum, target, dv_acc, live & (not last), D, BD)
+    store_at(dk, target, dk_acc * scale, live & last, D, BD)
+    store_at(dv, target, dv_acc, live & last, D, BD)

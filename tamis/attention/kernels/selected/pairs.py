@@ -16,30 +16,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.launch import LOG2E
-from tamis.attention.kernels.selected.items import (
+from tamis.attention.checks import check_branch, check_ids, check_queries, check_start
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    launch_settings,
+    read_start,
+    start_argument,
+    unit_last_stride,
+)  # fmt: skip
+from tamis.attention.kernels.selected.lists import (
+    Layout,
+    chunks_of_pairs,
     item_arguments,
     keys_of_block,
+    locate_item,
     masked_tiles_of,
     merge_launch,
     pairs_of_tile,
-    place_of_item,
     rows_of_merge,
     rows_of_tile,
     sizes_of,
-)
-from tamis.attention.kernels.selected.lists import Layout, chunks_of_pairs
-from tamis.attention.kernels.selected.rows import launch_settings, load_rows, store_rows
-from tamis.attention.kernels.selected.union import Unions
-from tamis.attention.kernels.start import read_start, start_argument
-from tamis.attention.spec import NSASpec
+)  # fmt: skip
+from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
+from tamis.attention.spec import NSASpec, Start, latest_start
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
 TOGETHER = tl.constexpr(8)  # partial outputs of a token that are read at once
-AT_HAND = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
+CACHED_BYTES = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
+DENSE_UP_TO = 4  # times n_sel blocks: in sequences this short the union beats the lists whatever was chosen; measured
 
 
-def forward(
+def selected_forward(
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    trusted: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
+
+    Rows that see nothing give 0 and −inf. Queries stand at `start … start+S−1` over the keys of all tokens so far.
+    The host looks at the ids, and waits for them, unless the inputs are trusted.
+    """
+    if not trusted:
+        check_selected(q_BSHD, k_BTGD, v_BTGD, ids_BSGn, spec, latest_start(start))
+    q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
+    if spec.selection_blocks(latest_start(start) + q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
+        out, lse, _ = union_forward(q, k, v, ids, spec, every_tile=True, start=start)
+        return out, lse
+    tiles_with_short_unions = union_forward(q, k, v, ids, spec, every_tile=False, start=start)
+    return pairs_forward(q, k, v, ids, spec, rest_of=tiles_with_short_unions, start=start)
+
+
+def check_selected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, spec: NSASpec, start: int = 0) -> None:
+    check_queries(q)
+    check_start(start)
+    tokens = start + q.shape[1]
+    groups = check_branch(q, tokens, k_sel=k, v_sel=v)
+    check_ids(ids, q, groups, spec.selection_blocks(tokens), spec)
+
+
+def pairs_forward(
     q_BSHD: Tensor,
     k_BTGD: Tensor,
     v_BTGD: Tensor,
@@ -47,8 +86,8 @@ def forward(
     spec: NSASpec,
     rest_of: tuple[Tensor, Tensor, Unions] | None = None,
     chunk: int | None = None,
-    start: int = 0,
-    at_hand: int = AT_HAND,
+    start: Start = 0,
+    cached_bytes: int = CACHED_BYTES,
     early: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
@@ -57,7 +96,8 @@ def forward(
     """
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, start, segment=max(1, at_hand // bytes_per_token))
+    segment = max(1, cached_bytes // bytes_per_token)
+    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = launch_settings("forward", q_BSHD, sizes["R"])
@@ -102,7 +142,7 @@ def _forward_items(
     count = tl.load(item_count + item)
     if count == 0:
         return
-    first_pair, _, sequence, first_token, group, block, segment_group = place_of_item(
+    first_pair, _, sequence, first_token, group, block, segment_group = locate_item(
         item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
     keys, first_position = tokens, first_token
@@ -111,8 +151,8 @@ def _forward_items(
         keys, first_position = keys + start, first_position + start
     _, key, key_live = keys_of_block(block, sub, keys, L_SEL, BN)
     key64 = key.to(tl.int64)
-    k_tile = load_rows(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
-    v_tile = load_rows(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
+    k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
+    v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
     last_key = tl.where(key_live, key, keys)  # keys that do not exist lie behind every token
 
     head = tl.arange(0, ROWS) % R
@@ -130,7 +170,7 @@ def _forward_items(
         pair = next_pair
         next_pair = pairs_of_tile(pairs, tile + 1, first_pair, count, 0, R, ROWS)
         in_segment = (pair // N).to(OFFSET)
-        q_tile = load_rows(q, in_segment * q_s + head * q_h, always, D, BD)
+        q_tile = load_at(q, in_segment * q_s + head * q_h, always, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if EARLY:
             # Always so, but the compiler does not know it. What is in an `if` comes after the reads of the next tile
@@ -165,7 +205,7 @@ def _store_softmax(
     o = o * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     live = rows_of_tile(tile, count, R, ROWS)
     row = pair.to(OFFSET) * (SUB * R) + head
-    store_rows(part_out, row * D, o, live, D, BD, ONCE=True)
+    store_at(part_out, row * D, o, live, D, BD, ONCE=True)
     tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
@@ -199,7 +239,7 @@ def _merge_outputs(
         tops = ()
         for index in tl.static_range(TOGETHER):  # all reads before anything that waits for one
             rows = first_part + (first + index) * R
-            read = load_rows(part_out, rows * D, first + index < used * SUB, D, BD, ONCE=True)
+            read = load_at(part_out, rows * D, first + index < used * SUB, D, BD, ONCE=True)
             parts += (read,)  # type: ignore[assignment]
         for index in tl.static_range(TOGETHER):
             rows = first_part + (first + index) * R
@@ -217,6 +257,6 @@ def _merge_outputs(
             total += weight
             acc += parts[index].to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    store_rows(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
+    store_at(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + (sequence * (G * R) + head) * tokens + token, natural, mask=live)

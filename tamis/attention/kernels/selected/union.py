@@ -19,11 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.banded.tiles import described_keys, place
-from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision
-from tamis.attention.kernels.selected.rows import key_tiles, launch_settings, load_rows, store_rows
-from tamis.attention.kernels.start import read_start, start_argument
-from tamis.attention.spec import NSASpec
+from tamis.attention.kernels.banded.queries import described_keys, program_tile
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    block_tiles,
+    copies_tiles,
+    launch_settings,
+    padded,
+    precision,
+    read_start,
+    start_argument,
+)  # fmt: skip
+from tamis.attention.spec import NSASpec, Start, latest_start
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
@@ -41,20 +48,20 @@ class Unions:
     )
 
 
-def forward(
+def union_forward(
     q_BSHD: Tensor,
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     ids_BSGn: Tensor,
     spec: NSASpec,
     every_tile: bool = True,
-    start: int = 0,
+    start: Start = 0,
 ) -> tuple[Tensor, Tensor, Unions]:
     """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
-    keys, parts = key_tiles(spec)
+    keys, parts = block_tiles(spec)
     # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
@@ -72,9 +79,9 @@ def forward(
     return out, lse, unions
 
 
-def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, start: int = 0) -> Unions:
+def unite_choices(ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, start: Start = 0) -> Unions:
     batch, tokens, groups, slots = ids_BSGn.shape
-    blocks, tiles = spec.selection_blocks(start + tokens), triton.cdiv(tokens, tile)
+    blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), triton.cdiv(tokens, tile)
     most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
@@ -158,7 +165,7 @@ def _forward_tiles(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Running softmax over the union of a tile. `scale` includes log2(e)."""
-    tile, sequence, group = place(tiles, G)
+    tile, sequence, group = program_tile(tiles, G)
     sequence, group = sequence.to(tl.int64), group.to(tl.int64)
     sequence_group = sequence * G + group
     used = tl.load(counts + (sequence_group * tiles + tile) * 2)
@@ -173,7 +180,7 @@ def _forward_tiles(
     live = (row < (ROWS // R) * R) & (token < tokens)
     token64 = token.to(tl.int64)
     head = group * R + row % R
-    q_tile = load_rows(q, sequence * q_b + token64 * q_s + head * q_h, live, D, BD)
+    q_tile = load_at(q, sequence * q_b + token64 * q_s + head * q_h, live, D, BD)
     if not COPIED:
         k += sequence * k_b + group * k_g
         v += sequence * v_b + group * v_g
@@ -203,8 +210,8 @@ def _forward_tiles(
             k_tile = tl.reshape(k.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
             v_tile = tl.reshape(v.load([sequence.to(tl.int32), first, group.to(tl.int32), 0]), [BN, BD])
         else:
-            k_tile = load_rows(k, key.to(tl.int64) * k_s, key_live, D, BD)
-            v_tile = load_rows(v, key.to(tl.int64) * v_s, key_live, D, BD)
+            k_tile = load_at(k, key.to(tl.int64) * k_s, key_live, D, BD)
+            v_tile = load_at(v, key.to(tl.int64) * v_s, key_live, D, BD)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if (step >= whole * SUB) | (L_SEL % BN != 0):
             s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))
@@ -218,6 +225,25 @@ def _forward_tiles(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
         top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
+    store_at(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + (sequence * (G * R) + head) * tokens + token64, natural, mask=live)
+
+
+@triton.jit
+def load_at(base, offset, live, D: tl.constexpr, BD: tl.constexpr, ONCE: tl.constexpr = False):
+    """Load rows of D elements at `offset`; zeros where not live and in D's padding. Read ONCE, they leave L2 first."""
+    column = tl.arange(0, BD)
+    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    return tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0, eviction_policy=policy)
+
+
+@triton.jit
+def store_at(base, offset, value, live, D: tl.constexpr, BD: tl.constexpr, ONCE: tl.constexpr = False):
+    """Store rows of D elements at `offset`; rows that are read ONCE, and much later, leave L2 first."""
+    column = tl.arange(0, BD)
+    mask = live[:, None] if D == BD else live[:, None] & (column < D)[None, :]
+    modifier: tl.constexpr = ".cs" if ONCE else ""
+    target = base + offset[:, None] + column[None, :]
+    tl.store(target, value.to(base.dtype.element_ty), mask=mask, cache_modifier=modifier)

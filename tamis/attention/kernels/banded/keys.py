@@ -1,11 +1,11 @@
-"""Triton: gradients of the keys and values of `banded`: keys outside, the rows that see them inside.
+"""Triton: dk and dv of the compressed and the window branch. Programs hold keys and walk the rows that see them.
 
-Two kernels. One reads rows through pointers and takes any group. Where a tile of rows is whole tokens, the other has
-them copied by the tensor memory accelerator; freed of addresses its scores are [keys, rows], so that p and ds go from
-registers into the products, and one loop masks tiles of rows under a branch.
+There are two kernels. One reads rows through pointers and takes any group. Where a tile of rows is whole tokens, the
+tensor memory accelerator copies the rows for the other one. It needs no addresses, so its scores are [keys, rows]: p
+and ds go from registers into the products, and one loop masks tiles of rows under a branch.
 
-Few keys and many rows (the compressed branch): the rows are split over programs, and the partial sums are added in a
-fixed order. Copied rows are shared where it pays: programs that run together walk the same ones. Shapes as in `banded`.
+With few keys and many rows (the compressed branch) the rows are split over programs, and the partial sums are added in
+a fixed order. Programs that run together walk the same copied rows where that pays. Shapes as in `queries.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,10 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tamis.attention.kernels.banded.band import Band, Rows
-from tamis.attention.kernels.banded.tiles import load_keys, load_rows, rows_from, visible
+from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_rows, rows_from, visible
 from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
-from tamis.attention.kernels.row_statistics import gather_statistics
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
@@ -55,7 +53,7 @@ def _split(tiles, split, SPLITS):
 def _shared_split(
     tiles, split, SPLITS, first, S, L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
 ):
-    """The same where a split takes the same rows for every tile of keys, as far as they see key `first`."""
+    """As `_split`, where a split takes the same rows for every tile of keys, as far as they see key `first`."""
     begin, end = _split(tl.cdiv((S - L + 1) * R, BM), split, SPLITS)
     before = first * STRIDE * R // BM
     begin = tl.minimum(tl.maximum(begin - before, 0), tiles)
@@ -69,7 +67,7 @@ def _step(
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows; those that see all keys (not MASKED) exist, too."""
+    """Add one tile of rows. Rows that see all keys (not MASKED) all exist."""
     t0, away, r, alive = rows_from(first, S, R, BM)
     q_tile = load_rows(q, t0, away, r, alive, stride_qs, stride_qh, D, DP, MASKED)
     dout_tile = load_rows(dout, t0, away, r, alive, stride_os, stride_oh, D, DP, MASKED)
@@ -149,7 +147,7 @@ def _dkv_kernel(
 
 
 @triton.jit
-def _statistics_of(statistics, at, head, BM: tl.constexpr):
+def _copied_statistics(statistics, at, head, BM: tl.constexpr):
     """A tile's log-sum-exp, delta and gate by one copy; it takes four planes, the last of them out of bounds."""
     planes = tl.reshape(statistics.load([0, at, head]), [4, BM])
     even, odd = tl.split(tl.reshape(tl.trans(planes), [BM, 2, 2]))
@@ -169,7 +167,7 @@ def _dkv_copied_kernel(
 
     delta comes without its gate: weights are gated once, for dv and for ds.
 
-    With a window, and without one if TOGETHER, programs that run at once walk the same rows at the same time: they read
+    With a window, and without one if TOGETHER, programs that run at once walk the same rows at the same time and read
     them from the L2 cache.
     """
     TOKENS: tl.constexpr = BM // R
@@ -194,21 +192,21 @@ def _dkv_copied_kernel(
     mine, mine_end = _split(tiles, split, SPLITS)
     if TOGETHER:
         mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
-    count, turned = mine_end - mine, 0
-    if W > 0:  # tile after tile round and round the sequence: all programs that see a tile of rows take it in one step
-        turned = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
+    count, rotation = mine_end - mine, 0
+    if W > 0:  # start so that all programs that see a tile of rows take it in the same step
+        rotation = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
     key = first + tl.arange(0, BN)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
         j = mine + step
         if W > 0:
-            j = mine + tl.where(step + turned >= count, step + turned - count, step + turned)
+            j = mine + tl.where(step + rotation >= count, step + rotation - count, step + rotation)
         t0 = t_begin + j * TOKENS
         q_tile = tl.reshape(q.load([b * S + t0, g * R, 0]), [BM, DP])
         dout_tile = tl.reshape(dout.load([b * S + t0, g * R, 0]), [BM, DP])
-        lse2, delta_row, gate_row = _statistics_of(statistics, b * S + t0, g * R, BM)
-        if step < count:  # always: see `banded_tiles`
+        lse2, delta_row, gate_row = _copied_statistics(statistics, b * S + t0, g * R, BM)
+        if step < count:  # always true: see the top of `queries.py`
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # under way while p is computed
             p = tl.exp2(s * scale - lse2[None, :]) * gate_row[None, :]
@@ -242,7 +240,7 @@ def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.const
     tl.store(dv + index, dv_sum.to(dv.dtype.element_ty), mask=mask)
 
 
-def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, Tensor]:
+def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, Tensor]:
     """(dk, dv) of one branch; `dout` is the mixed output's gradient, not yet times this branch's gate."""
     q, dout, k, v = unit_last_stride(q), unit_last_stride(dout), band.k, band.v
     B, S, H, D = q.shape
@@ -283,7 +281,7 @@ def gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tensor, 
 
 
 def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
-    """Whether tiles of rows can be copied: whole tokens, and sequences that follow each other at one distance."""
+    """Whether tiles of rows can be copied: they are whole tokens, and all sequences are one distance apart."""
     if not copies_tiles(heads, q, dout):
         return False
     joined = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, dout))
@@ -293,3 +291,39 @@ def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
 def _described_rows(x: Tensor, tokens: int, heads: int) -> TensorDescriptor:
     B, S, H, D = x.shape
     return TensorDescriptor(x, [B * S, H, D], [*x.stride()[1:]], [tokens, heads, padded(D)])
+
+
+def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gated: bool = True) -> Tensor:
+    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads are adjacent, as tiles read them.
+
+    If not `gated`, delta comes without its gate, <dout, out>, and is 0 where the gate is 0.
+    """
+    batch, heads, tokens = lse_BHS.shape
+    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
+    # A grid of one dimension: the second takes no more than 65,535 programs, and a batch may be larger.
+    _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
+        lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
+        GATED=gated, H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
+    )  # fmt: skip
+    return statistics
+
+
+@triton.jit
+def _transpose_statistics(
+    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h,
+    GATED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(tokens, BLOCK)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    head = tl.arange(0, BH)[None, :]
+    live = (token < tokens) & (head < H)
+    source = (sequence * H + head) * tokens + token
+    target = statistics + (sequence * tokens + token) * H + head
+    tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
+    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live).to(tl.float32)
+    row_delta = tl.load(delta + source, mask=live)
+    if not GATED:
+        row_delta /= tl.where(gate == 0.0, 1.0, gate)  # delta is 0 there
+    tl.store(target + rows, row_delta, mask=live)
+    tl.store(target + 2 * rows, gate, mask=live)

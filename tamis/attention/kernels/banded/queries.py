@@ -1,0 +1,377 @@
+"""Triton: attention where each query sees one run of keys, as in the compressed and the window branch.
+
+Key `n` ends at position `n·STRIDE + L − 1` and is visible from there on, and with a window only to the `W` tokens that
+follow: the compressed branch is (L=l, STRIDE=d, no window), the window branch (L=1, STRIDE=1, W=w).
+
+This file has the kernels whose programs hold queries and walk keys: forward and dq. `keys.py` has dk and dv. The few
+tiles of keys at the edges, which not every row sees whole, are masked under a branch.
+
+Rows of a tile are (token, head of the group) pairs, token by token: one tile of keys serves every head of the group and
+no group size is padded. The first query has position `start`, for a tile of a sequence whose keys are cached. A kernel
+that gets None for it is compiled without it: training pays nothing.
+
+The tensor memory accelerator copies a tile whose tensor comes as a descriptor (COPIED); other tiles are read through
+pointers. Copies need neither registers nor instructions for addresses; at head dim 128 that decides what fits. Two
+stages of copies are all that fits, and Triton issues the next tile's copies last in a loop and waits for them first in
+the next round. It moves an `if` behind them: so the loops over copied tiles have all but the loads in an `if` that
+always holds, which the compiler does not know. It reads ahead for an `if` where the loop itself names its stages. What
+is used only transposed is transposed before the `if`, or it would take one more buffer.
+
+Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N keys; `BM` rows and `BN` keys in a tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tamis.attention.checks import check_branch, check_queries, check_start, compressed_blocks
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    copies_tiles,
+    padded,
+    precision,
+    read_start,
+    start_argument,
+    tile_for,
+    unit_last_stride,
+)  # fmt: skip
+from tamis.attention.spec import NSASpec, Start, latest_start
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys and values `[B,N,G,D]` with unit stride in D; key `n` ends at position `n·stride + length − 1`.
+
+    It is visible from there on, and with a window only to the `window` tokens that follow.
+    """
+
+    k: Tensor
+    v: Tensor
+    length: int
+    stride: int
+    window: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return *self.k.stride()[:3], *self.v.stride()[:3]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Log-sum-exp, gate and `delta = gate·<dout, out>` of every row, `[B,H,S]` float32.
+
+    Half-precision numbers one by one cannot be read ahead, and would stall every step.
+    """
+
+    lse: Tensor
+    gate: Tensor
+    delta: Tensor
+
+
+@triton.jit
+def program_tile(tiles, G):
+    """This program's tile of rows, sequence and group; groups are adjacent, then tiles, then sequences.
+
+    Programs that run together then read neighbouring rows and few sequences' keys. The last tokens of a sequence see
+    the most keys: longest first.
+    """
+    rest = tl.program_id(0) // G
+    return tiles - 1 - rest % tiles, rest // tiles, tl.program_id(0) % G
+
+
+@triton.jit
+def keys_begun(token, W: tl.constexpr):
+    """First key in the token's window."""
+    return tl.maximum(token - W + 1, 0) if W > 0 else token * 0
+
+
+@triton.jit
+def keys_ended(token, L: tl.constexpr, STRIDE: tl.constexpr):
+    """Keys that end at or before the token."""
+    return tl.maximum((token + 1 - L + STRIDE) // STRIDE, 0)
+
+
+@triton.jit
+def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    seen = key < keys_ended(token, L, STRIDE)
+    if W > 0:
+        seen = seen & (key >= keys_begun(token, W))
+    return seen
+
+
+@triton.jit
+def key_tiles(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+    """The keys of tokens t_first…t_last as tiles from `begin`: how many, and which of them every token sees whole.
+
+    The minimum of both ends is always the first. It stays, because without it the compiled code spills.
+    """
+    begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
+    tiles = tl.cdiv(end - begin, BN)
+    whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
+    whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
+    return begin, tiles, whole_first, whole_end
+
+
+@triton.jit
+def rows_from(first, S, R: tl.constexpr, BM: tl.constexpr):
+    """The tile's first token, then for each row its distance from it, its head of the group, and whether it exists.
+
+    Addresses are a 64-bit offset of the tile plus 32-bit distances within it: half the registers, and 1M tokens fit.
+    """
+    t0 = first // R
+    local = tl.arange(0, BM) if BM % R == 0 else first - t0 * R + tl.arange(0, BM)
+    away = local // R
+    return t0, away, local - away * R, away < S - t0
+
+
+@triton.jit
+def load_rows(x, t0, away, head, alive, stride_s, stride_h, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    column = tl.arange(0, DP)
+    address = x + t0.to(tl.int64) * stride_s + ((away * stride_s + head * stride_h)[:, None] + column[None, :])
+    if MASKED:
+        mask = alive[:, None] if D == DP else alive[:, None] & (column < D)[None, :]
+        return tl.load(address, mask=mask, other=0.0)
+    if D == DP:
+        return tl.load(address)
+    return tl.load(address, mask=(column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_keys(x, b, g, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr):
+    """BN keys from `first` on, zeros past the last; of batch b and group g if COPIED, else of those x points to."""
+    return tl.reshape(x.load([b, first, g, 0]), [BN, DP]) if COPIED else _read_keys(x, first, N, stride_n, D, DP, BN)
+
+
+@triton.jit
+def _read_keys(x, first, N, stride_n, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    key = tl.arange(0, BN)
+    column = tl.arange(0, DP)
+    address = x + first.to(tl.int64) * stride_n + (key[:, None] * stride_n + column[None, :])
+    mask = (first + key < N)[:, None]
+    return tl.load(address, mask=mask if D == DP else mask & (column < D)[None, :], other=0.0)
+
+
+def described_keys(x: Tensor, keys: int, copied: bool) -> Tensor | TensorDescriptor:
+    """Keys or values `[B,N,G,D]` as the argument of a kernel."""
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], [1, keys, 1, padded(x.shape[3])]) if copied else x
+
+
+@triton.jit
+def _softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * scale - m_safe[:, None])
+    shrink = tl.exp2(m - m_safe)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m_new, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=["S", "N", "G", "start"])
+def _forward_kernel(
+    q, k, v, out, lse,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    S, N, G, start, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, sequence, g = program_tile(tl.cdiv(S * R, BM), G)
+    b = sequence.to(tl.int64)
+    t0, away, r, alive = rows_from(tile * BM, S, R, BM)
+    token = tl.minimum(t0 + away, S - 1)
+    q += b * stride_qb + g * R * stride_qh
+    q_tile = load_rows(q, t0, away, r, alive, stride_qs, stride_qh, D, DP, True)
+    if not COPIED:
+        k += b * stride_kb + g * stride_kg
+        v += b * stride_vb + g * stride_vg
+
+    t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
+    position = token
+    if start is not None:
+        start = read_start(start)
+        t_first, t_last, position = t_first + start, t_last + start, position + start
+    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for j in tl.range(0, tiles, num_stages=STAGES):
+        first = begin + j * BN
+        k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
+        v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
+        k_transposed = tl.trans(k_tile)
+        if (not COPIED) or j < tiles:  # always true: see the top of this file
+            s = tl.dot(q_tile, k_transposed, input_precision=PRECISION)
+            if (j < whole_first) | (j >= whole_end):
+                seen = visible(position[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                s = tl.where(seen, s, float("-inf"))
+            m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
+
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    column = tl.arange(0, DP)
+    row = (b * S + token) * (G * R) + g * R + r
+    mask = alive[:, None] & (column < D)[None, :]
+    tl.store(out + row[:, None] * D + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    natural = tl.where(empty, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)  # ln 2
+    tl.store(lse + (b * G * R + g * R + r) * S + token, natural, mask=alive)
+
+
+@triton.jit
+def _add_dq(
+    q, dout, dq, k, v, lse, gate, delta, sequence, g, first_row, row, alive, t_first, t_last, token,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one branch's part of a tile's query gradient, not yet times the softmax's scale."""
+    lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
+    delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
+    gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
+    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
+    if not COPIED:
+        k += sequence.to(tl.int64) * stride_kb + g * stride_kg
+        v += sequence.to(tl.int64) * stride_vb + g * stride_vg
+    for j in tl.range(0, tiles, num_stages=STAGES):
+        first = begin + j * BN
+        k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
+        v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
+        k_transposed, v_transposed = tl.trans(k_tile), tl.trans(v_tile)
+        if (not COPIED) or j < tiles:  # always true: see the top of this file
+            s = tl.dot(q, k_transposed, input_precision=PRECISION)
+            dp = tl.dot(dout, v_transposed, input_precision=PRECISION)
+            p = tl.exp2(s * scale - lse2[:, None])
+            if (j < whole_first) | (j >= whole_end):
+                seen = visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                p = tl.where(seen, p, 0.0)
+            ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["S", "G", "N", "N2"])
+def _dq_kernel(
+    q, dout, dq, k, v, lse, gate, delta, k2, v2, lse2, gate2, delta2,
+    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N,
+    stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2,
+    S, G, softmax_scale, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    L2: tl.constexpr, STRIDE2: tl.constexpr, W2: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add dq of two branches to dq: queries and gradients are read once, and dq is rounded once."""
+    tile, sequence, g = program_tile(tl.cdiv(S * R, BM), G)
+    b = sequence.to(tl.int64)
+    t0, away, r, alive = rows_from(tile * BM, S, R, BM)
+    token, head = tl.minimum(t0 + away, S - 1), g * R + r
+    q_tile = load_rows(q + b * stride_qb, t0, away, head, alive, stride_qs, stride_qh, D, DP, True)
+    dout_tile = load_rows(dout + b * stride_ob, t0, away, head, alive, stride_os, stride_oh, D, DP, True)
+    first_row, row = (b * G + g) * R * S + t0, r * S + away
+    t_first, t_last = tile * BM // R, tl.minimum((tile * BM + BM - 1) // R, S - 1)
+    column = tl.arange(0, DP)
+    mask = alive[:, None] & (column < D)[None, :]
+    address = dq + ((b * S + token) * (G * R) + head)[:, None] * D + column[None, :]
+    acc = tl.zeros([BM, DP], tl.float32)
+    # Read here, together with queries and gradients: at the end everything would wait for it.
+    acc += tl.load(address, mask=mask, other=0.0).to(tl.float32) * (1.0 / softmax_scale)
+    acc = _add_dq(
+        q_tile, dout_tile, acc, k, v, lse, gate, delta, sequence, g, first_row, row, alive,
+        t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
+        L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
+    )  # fmt: skip
+    acc = _add_dq(
+        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, sequence, g, first_row, row, alive,
+        t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
+        L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
+    )  # fmt: skip
+    tl.store(address, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
+
+
+def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and natural log-sum-exp `[B,H,S]`; 0 and −inf for a row that sees no key.
+
+    The first query has position `start`, counted from the first key.
+    """
+    q = unit_last_stride(q)
+    B, S, H, D = q.shape
+    N, G = band.k.shape[1:3]
+    R, copied = H // G, copies_tiles(H // G, band.k, band.v)
+    tile = tile_for("forward", q, copied)
+    out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+    _forward_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
+        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse,
+        *q.stride()[:3], *band.strides, S, N, G, start_argument(start), D**-0.5 * LOG2E,
+        L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
+        BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
+    )  # fmt: skip
+    return out, lse
+
+
+def add_query_gradient(
+    q: Tensor, dout: Tensor, dq: Tensor, first: tuple[Band, Rows], second: tuple[Band, Rows]
+) -> None:
+    """Add two branches' query gradient to `dq`. `dout` is the mixed output's gradient, not yet times any gate."""
+    q, dout = unit_last_stride(q), unit_last_stride(dout)
+    B, S, H, D = q.shape
+    G = first[0].k.shape[2]
+    R, scale = H // G, D**-0.5
+    copied = all(copies_tiles(R, band.k, band.v) for band, _ in (first, second))
+    tile = tile_for("dq", q, copied)
+    tensors: list[object] = []
+    numbers: list[int] = []
+    for band, rows in (first, second):
+        tensors += [*(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), rows.lse, rows.gate, rows.delta]
+        numbers += [*band.strides, band.k.shape[1]]
+    one, two = first[0], second[0]
+    _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
+        q, dout, dq, *tensors, *q.stride()[:3], *dout.stride()[:3], *numbers, S, G, scale, scale * LOG2E,
+        L=one.length, STRIDE=one.stride, W=one.window,
+        L2=two.length, STRIDE2=two.stride, W2=two.window, R=R, D=D, DP=padded(D),
+        PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
+    )  # fmt: skip
+
+
+def compressed_band(k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec) -> Band:
+    return Band(unit_last_stride(k_cmp), unit_last_stride(v_cmp), spec.l, spec.d, window=0)
+
+
+def compressed_forward(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, start: Start = 0, trusted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
+    if not trusted:
+        check_branch(q, compressed_blocks(q, spec, latest_start(start)), k_cmp=k_cmp, v_cmp=v_cmp)
+    return banded_forward(q, compressed_band(k_cmp, v_cmp, spec), start)
+
+
+def window_band(k_win: Tensor, v_win: Tensor, spec: NSASpec) -> Band:
+    return Band(unit_last_stride(k_win), unit_last_stride(v_win), length=1, stride=1, window=spec.w)
+
+
+def window_forward(
+    q: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    first_key: int = 0,
+    trusted: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key has position `first_key`.
+
+    Only the distance between the first query and the first key counts: it is the same for every tile of a graph.
+    """
+    distance = latest_start(start) - first_key
+    if not trusted:
+        check_queries(q)
+        check_start(latest_start(start), first_key, spec.w)
+        check_branch(q, distance + q.shape[1], k_win=k_win, v_win=v_win)
+    return banded_forward(q, window_band(k_win, v_win, spec), distance)
