@@ -52,6 +52,18 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> None:
     check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
 
 
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """Offsets of packed documents; their values stay on the device and are not checked."""
+    check_queries(q)
+    if q.shape[0] != 1:
+        raise ValueError(f"with cu_seqlens q must be one packed row [1, tokens, heads, dim], got {list(q.shape)}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    _check_device("cu_seqlens", cu_seqlens, "q", q)
+
+
 def check_branch(q: Tensor, tokens: int, groups: int | None = None, **keys_and_values: Tensor) -> int:
     """Keys and values must be `[batch, tokens, groups, dim]`, of groups that divide the query's heads; the groups."""
     check_queries(q)

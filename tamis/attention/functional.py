@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.checks import check_branch, check_inputs, check_layout, compressed_blocks
+from tamis.attention.checks import (
+    check_branch,
+    check_cu_seqlens,
+    check_inputs,
+    check_layout,
+    compressed_blocks,
+)
 from tamis.attention.compress import MeanCompression
 from tamis.attention.spec import NSASpec
 
@@ -37,11 +43,19 @@ def nsa_attention(
     gates: Tensor,
     spec: NSASpec,
     backend: Backend = "auto",
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Native Sparse Attention: `[B,S,H,D]` from queries, three branches of keys and values, and gates `[B,S,H,3]`."""
+    """Native Sparse Attention: `[B,S,H,D]` from queries, three branches of keys and values, and gates `[B,S,H,3]`.
+
+    With `cu_seqlens`, int32 `[documents + 1]`, B is 1 and the row holds several documents: see `packing`, also for the
+    layout of the compressed keys and values.
+    """
     check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
-    if not _use_kernels(q, backend):
-        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    if not _use_kernels(q, backend, packed=cu_seqlens is not None):
+        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, cu_seqlens)
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
     return op.nsa_forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))[0]
@@ -83,11 +97,18 @@ def nsa(
     return nsa_attention(q, compress(k), compress(v), k, v, k, v, gates, spec, backend)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto") -> Tensor:
-    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last."""
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto", *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last.
+
+    With `cu_seqlens` the ids count from the first block of the query's document.
+    """
     check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp)
-    if not _use_kernels(q, backend):
-        return reference.select_blocks(q, k_cmp, spec)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    if not _use_kernels(q, backend, packed=cu_seqlens is not None):
+        return reference.select_blocks(q, k_cmp, spec, cu_seqlens=cu_seqlens)
     from tamis.attention import op
 
     return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec))
@@ -124,8 +145,12 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
     return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch})"
 
 
-def _use_kernels(q: Tensor, backend: Backend) -> bool:
+def _use_kernels(q: Tensor, backend: Backend, packed: bool = False) -> bool:
     if backend == "reference":
+        return False
+    if packed:
+        if backend == "triton":
+            raise ValueError('the kernels take no cu_seqlens yet; use backend="auto" or "reference"')
         return False
     if backend == "auto":
         return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None

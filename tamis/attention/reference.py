@@ -1,10 +1,10 @@
-"""Native Sparse Attention in plain PyTorch: the specification every kernel is held to.
+"""Native Sparse Attention in plain PyTorch: the specification of every kernel.
 
 Shapes: B batch, S tokens, H query heads, G key/value groups, R = H/G heads per group, D head dim,
 N compressed blocks, J selection blocks. Half-precision inputs are computed in float32 and rounded once at the end.
 
-Queries stand at positions `start … start+S−1`, so that the same functions serve a tile of a longer sequence whose
-keys are already cached; keys begin at position 0 (the window's at `first_key`).
+Queries have positions `start … start+S−1`, so that the same functions serve a tile of a longer sequence whose keys are
+already cached; keys begin at position 0 (the window's at `first_key`). A packed row is its documents, one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tamis.attention.packing import documents
 from tamis.attention.spec import NSASpec
 
 SCORES_AT_ONCE = 1 << 27  # attention scores held at a time; longer sequences are walked in tiles of queries
@@ -30,7 +31,18 @@ def nsa_attention(
     v_win_BSGD: Tensor,
     gates_BSH3: Tensor,
     spec: NSASpec,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
+    """The mixed output `[B,S,H,D]`; with `cu_seqlens`, of a packed row (B = 1) as `packing` describes it."""
+    if cu_seqlens is not None:
+        outputs = []
+        for tokens, blocks in documents(cu_seqlens, q_BSHD.shape[1], spec):
+            q, k_sel, v_sel, k_win, v_win, gates = (
+                x[:, tokens] for x in (q_BSHD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3)
+            )
+            k_cmp, v_cmp = k_cmp_BNGD[:, blocks], v_cmp_BNGD[:, blocks]
+            outputs.append(nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec))
+        return torch.cat(outputs, dim=1)
     ids = select_blocks(q_BSHD, k_cmp_BNGD, spec)
     branches = (
         compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec),
@@ -104,8 +116,17 @@ def selected_attention(
 
 
 @torch.no_grad()
-def select_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
-    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones."""
+def select_blocks(
+    q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones.
+
+    The ids of a packed row count from the first block of the query's document.
+    """
+    if cu_seqlens is not None:
+        each = documents(cu_seqlens, q_BSHD.shape[1], spec)
+        chosen = [select_blocks(q_BSHD[:, tokens], k_cmp_BNGD[:, blocks], spec) for tokens, blocks in each]
+        return torch.cat(chosen, dim=1)
     tiles = _tiles(q_BSHD, k_cmp_BNGD)
     return torch.cat([_top_blocks(q_BSHD[:, rows], k_cmp_BNGD, spec, start + rows.start) for rows in tiles], dim=1)
 
