@@ -34,6 +34,8 @@ def run_data_check(config: Config, batches: int = 4, *, show_text: bool = True, 
 
 
 def _check(config: Config, batches: int, show_text: bool, say: Say) -> None:
+    if config.data.dataset == "shards":
+        _check_shards(Path(str(config.data.local_path)), say)
     began = time.perf_counter()
     loader = open_loader(config)
     say(f"{loader.description}; opened in {time.perf_counter() - began:.2f} s")
@@ -43,8 +45,6 @@ def _check(config: Config, batches: int, show_text: bool, say: Say) -> None:
         loader.close()
     if loader.is_synthetic and config.data.dataset != "synthetic":
         raise DataError(f"noise replaced the data (data.synthetic_on_fail): {loader.description}")
-    if config.data.dataset == "shards":
-        _check_shards(Path(str(config.data.local_path)), say)
     _check_shares(config, say)
     _check_validation(config, say)
 
