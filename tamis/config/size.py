@@ -1,4 +1,4 @@
-"""True parameter count and exact FLOPs per token, from the configuration alone. No torch.
+"""Parameter count, FLOPs per token and least memory, from the configuration alone. No torch.
 
 A matrix product of `[m,k]` by `[k,n]` counts 2·m·k·n; backward counts twice forward. Tests hold both counts to the
 model's own.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 
-from tamis.config import Config
+from tamis.config.schema import Config
+from tamis.config.yaml_file import ConfigError
 
+GIB = 2**30
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 TRAINING_BYTES_PER_PARAMETER = 16  # those, and the fp32 gradient
 
@@ -20,6 +22,26 @@ RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that the loss of a batch of random
 def random_token_floor(config: Config, margin: float = RANDOM_TOKENS_MARGIN) -> float:
     """Return the loss that no model goes below on uniform random tokens unless the target leaks into the input."""
     return math.log(config.vocab_size) - margin
+
+
+def least_memory_bytes(config: Config, world_size: int = 1) -> int:
+    """A lower bound of what one process needs to train: weights, gradients, moments, and each layer's input."""
+    shards = world_size if config.runtime.parallel == "fsdp" else 1
+    tokens = config.train.batch_size * config.train.seq_len
+    bytes_per_value = 4 if config.runtime.precision == "fp32" else 2
+    layer_inputs = config.model.n_layers * tokens * config.model.dim * bytes_per_value
+    return parameter_count(config) * TRAINING_BYTES_PER_PARAMETER // shards + layer_inputs
+
+
+def require_memory(config: Config, available_bytes: int, where: str, world_size: int = 1) -> None:
+    """Refuse a model that cannot fit, before it is built; `where` names the memory, as "the GPU"."""
+    needed = least_memory_bytes(config, world_size)
+    if needed > available_bytes:
+        raise ConfigError(
+            f"{config.model.name} with {parameter_count(config):,} parameters needs at least {needed / GIB:,.1f} GiB "
+            f"to train, and {where} has {available_bytes / GIB:,.1f}: lower model.dim, model.n_layers, model.d_ff, "
+            "train.batch_size or train.seq_len"
+        )
 
 
 def parameter_count(config: Config) -> int:
@@ -93,13 +115,28 @@ def mean_keys_dense(config: Config) -> float:
 def mean_keys_nsa(config: Config) -> tuple[float, float, float]:
     """Keys a query reads on average in each branch: compressed, selected, window."""
     nsa, tokens = config.nsa, config.train.seq_len
-    compressed = sum(max(0, (t + 1 - nsa.l) // nsa.d + 1) if t + 1 >= nsa.l else 0 for t in range(tokens))
-    selected = sum(_selected_keys(t, nsa.l_sel, nsa.n_sel) for t in range(tokens))
-    window = sum(min(t + 1, nsa.w) for t in range(tokens))
+    compressed = _visible_blocks(tokens, nsa.l, nsa.d)
+    selected = _selected_keys(tokens, nsa.l_sel, nsa.n_sel)
+    full = max(0, tokens - nsa.w)  # queries whose window is full
+    window = _triangle(tokens - full) + full * nsa.w
     return compressed / tokens, selected / tokens, window / tokens
 
 
-def _selected_keys(position: int, l_sel: int, n_sel: int) -> int:
-    newest = position // l_sel
-    whole_blocks = min(newest, n_sel - 1)
-    return whole_blocks * l_sel + position % l_sel + 1
+def _triangle(count: int) -> int:
+    """1 + 2 + … + count."""
+    return count * (count + 1) // 2
+
+
+def _visible_blocks(tokens: int, l: int, d: int) -> int:  # noqa: E741
+    """Compressed blocks that all queries see together: query t sees (t + 1 − l)//d + 1."""
+    whole, rest = divmod(max(0, tokens - l + 1), d)
+    return d * _triangle(whole) + rest * (whole + 1)
+
+
+def _selected_keys(tokens: int, l_sel: int, n_sel: int) -> int:
+    """Keys of the selected branch over all queries: at most n_sel − 1 whole earlier blocks, and the query's own."""
+    blocks, rest = divmod(tokens, l_sel)
+    growing = min(blocks, n_sel)  # the first blocks, which have fewer than n_sel − 1 blocks before them
+    before = _triangle(growing - 1) + (blocks - growing) * (n_sel - 1)
+    own = blocks * _triangle(l_sel) + _triangle(rest)
+    return before * l_sel * l_sel + rest * min(blocks, n_sel - 1) * l_sel + own

@@ -20,12 +20,13 @@ from tamis.config.process import set_process_defaults
 if __name__ == "__main__":
     set_process_defaults()  # before torch loads
 
+import psutil
 import torch
 
 from tamis.attention.functional import describe
 from tamis.checkpoint.file import require_same_model, saved_config
 from tamis.config import Config, ConfigError, load_config
-from tamis.config.size import flops_per_token, parameter_count
+from tamis.config.size import flops_per_token, parameter_count, require_memory
 from tamis.data import DataError, EndOfData
 from tamis.model import DTYPES
 from tamis.run.files.console import discard_unwritable_output, say, write
@@ -74,6 +75,7 @@ def train_config(config: Config, resume: str | None = None) -> int:
         return ExitCode.USAGE
     RunDirectory(config.train.out_dir).create()  # a path that cannot be a directory is refused before anything slow
     with join(config) as ranks:
+        require_memory(config, *_memory_of(ranks), ranks.world_size)
         if (ended := _end_before_restart(RunDirectory(config.train.out_dir), ranks)) is not None:
             return ended
         code = _train_or_explain(Trainer(config, ranks), resume, started)
@@ -136,6 +138,14 @@ def _require_gpu_for_production(config: Config) -> None:
             "runtime.production is true and no usable GPU was found: check nvidia-smi and the driver, or set "
             "runtime.device=cpu if the processor is meant"
         )
+
+
+def _memory_of(ranks: Ranks) -> tuple[int, str]:
+    """Bytes of the memory that this rank trains in, and its name."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.get_device_properties(ranks.device).total_memory, device_name(ranks.device)
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return psutil.virtual_memory().total // local_processes, "this machine per process"
 
 
 def _end_before_restart(run: RunDirectory, ranks: Ranks) -> int | None:

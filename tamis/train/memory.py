@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from tamis.config import Config
+from tamis.config.size import GIB
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.train.distributed import Ranks
-
-GIB = 1 << 30
 
 
 class MemoryDumps:

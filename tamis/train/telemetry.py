@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tamis.config import Config
+from tamis.config.size import GIB
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import HeartbeatWriter, Phase
 from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog
@@ -19,7 +20,6 @@ from tamis.train.console import Console, Pace, ZScore
 from tamis.train.distributed import Ranks
 from tamis.train.mfu import Utilisation
 
-GIB = 1 << 30
 FETCH_WINDOW = 200  # steps whose fetch times give p50 and p95
 
 

@@ -6,8 +6,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tamis.attention import NSASpec, reference, select_blocks
-from tamis.config import Config, load_config
-from tamis.config.size import flops_per_token, mean_keys_dense, mean_keys_nsa, parameter_count
+from tamis.config import Config, ConfigError, load_config
+from tamis.config.size import (
+    flops_per_token,
+    least_memory_bytes,
+    mean_keys_dense,
+    mean_keys_nsa,
+    parameter_count,
+    require_memory,
+)
 from tamis.model import Decoder
 from tests.model.tiny import random_tokens, tiny_config, tiny_model
 
@@ -122,3 +129,17 @@ def test_the_flops_of_a_pattern_are_those_of_its_layers() -> None:
     assert flops("[nsa, window, dense]", 3) == pytest.approx(sum(each) + output)
     assert flops("[nsa, window, dense]", 4) == pytest.approx(sum(each) + each[0] + output)
     assert flops("window", 1, "nsa.w=4096") == pytest.approx(flops("dense", 1))
+
+
+def test_the_least_memory_is_below_what_training_takes_and_above_its_weights() -> None:
+    m7c = load_config(None)
+    assert 2.0e9 < least_memory_bytes(m7c) < 2.2e9  # one H200 measured more, with batch 1
+    sharded = load_config(None, ["runtime.parallel=fsdp"])
+    assert least_memory_bytes(sharded, 8) < least_memory_bytes(m7c) / 6
+
+
+def test_a_model_larger_than_the_memory_is_refused_by_its_keys() -> None:
+    require_memory(load_config(None), 24 * 2**30, "the GPU")
+    huge = load_config(None, ["model.dim=65536", "model.n_layers=1000"])
+    with pytest.raises(ConfigError, match=r"needs at least .* the GPU has 24\.0: lower model\.dim, model"):
+        require_memory(huge, 24 * 2**30, "the GPU")

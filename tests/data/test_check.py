@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tamis.data.check import run_data_check
+from tamis.data.checksums import file_sha256
 from tamis.data.prepare import prepare
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of
@@ -62,7 +63,9 @@ def test_substituted_noise_fails_the_check(tmp_path):
 def test_ids_outside_the_vocabulary_fail_the_check(tmp_path, corpus):
     prepare(config_of(data_dataset="fineweb_edu_local", data_local_path=str(corpus)), tmp_path / "out")
     file = tmp_path / "out" / "train-00000.bin"
+    manifest, before = tmp_path / "out" / "manifest.json", file_sha256(file)
     file.write_bytes(b"\xff\xff" * (file.stat().st_size // 2))
+    manifest.write_text(manifest.read_text().replace(before, file_sha256(file)))
     code, said = checked(config_of(data_dataset="shards", data_local_path=str(tmp_path / "out")))
     assert code == 6
     assert "outside the vocabulary" in said

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 
 MIB = 1024**2
-GIB = 1024**3
 
 
 @dataclass(frozen=True)

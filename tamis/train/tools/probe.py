@@ -13,12 +13,12 @@ import torch
 
 from tamis.attention.functional import Backend
 from tamis.config import Config
+from tamis.config.size import GIB
 from tamis.model import Decoder
 from tamis.train.distributed import Ranks
 from tamis.train.metrics import seconds_between, timestamp
 from tamis.train.step import TrainStep
 
-GIB = 1 << 30
 NextTokens = Callable[[], np.ndarray]
 
 

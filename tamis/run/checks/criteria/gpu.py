@@ -6,9 +6,10 @@ import math
 from statistics import mean
 
 from tamis.config import Config
+from tamis.config.size import GIB
 from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if
-from tamis.run.files.hardware import GIB, MIB
+from tamis.run.files.hardware import MIB
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.limits import (
     LARGEST_IMBALANCE_POINTS,
