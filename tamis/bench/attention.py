@@ -27,7 +27,7 @@ class Disagreement(RuntimeError):
     """The kernels do not agree with the reference here: there is nothing worth timing."""
 
 
-def run(
+def measure_attention(
     shapes: Sequence[str] = ("m7c", "paper"),
     lengths: Sequence[int] = LENGTHS,
     tokens: int = TOKENS,

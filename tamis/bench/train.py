@@ -23,7 +23,9 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS_PER_STEP = 65536
 
 
-def run(config: Config, lengths: list[int], tokens: int, steps: int, warmup: int, with_data: bool) -> dict[str, Any]:
+def measure_training(
+    config: Config, lengths: list[int], tokens: int, steps: int, warmup: int, with_data: bool
+) -> dict[str, Any]:
     """Measure both kinds of attention at each length; print the table and return the document."""
     device = choose_device(config, 0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

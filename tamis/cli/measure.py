@@ -56,11 +56,11 @@ def bench_attention(
     Example: tamis bench attention --shape m7c --length 8192
     """
     loading_torch()
-    from tamis.bench.attention import LENGTHS, run
+    from tamis.bench.attention import LENGTHS, measure_attention
 
     shapes = ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
-        rows = run(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)
+        rows = measure_attention(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)
     print(json.dumps(rows))
 
 
@@ -99,12 +99,12 @@ def bench_train(
     Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
     """
     loading_torch()
-    from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, run
+    from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, measure_training
 
     tokens, lengths = tokens or TOKENS_PER_STEP, lengths or list(LENGTHS)
     resolved = resolve(words, M7C)
     with announced(f"measuring training steps of {resolved.model.name}"):
-        rows = run(resolved, lengths, tokens, steps, warmup, with_data)
+        rows = measure_training(resolved, lengths, tokens, steps, warmup, with_data)
     print(json.dumps(rows))
 
 

@@ -51,8 +51,8 @@ def report(run: RunDir) -> None:
 
     Example: tamis report artifacts/train_showcase
     """
-    from tamis.run.find import existing_run
     from tamis.run.handover.report import write_report
+    from tamis.run.locate import existing_run
 
     directory = existing_run(run)
     print(f"reading and judging {directory.path} …", flush=True)

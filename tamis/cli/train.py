@@ -109,6 +109,6 @@ def halt(
     Example: tamis halt artifacts/m7c_125m_2xa100_prod --reason "moving to another machine"
     """
     from tamis.run.files.halt import halt_run
-    from tamis.run.find import existing_run
+    from tamis.run.locate import existing_run
 
     raise typer.Exit(halt_run(existing_run(run), reason, wait))

@@ -58,7 +58,7 @@ class LocalFiles:
             return enumerate(read_parquet(path, self.text_column, start), start)
         if path.name.endswith(JSONL):
             return enumerate(read_jsonl(path, self.text_column, start), start)
-        return itertools.islice(enumerate(read_text(path)), start, None)
+        return itertools.islice(enumerate(read_text_file(path)), start, None)
 
 
 def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Record]:
@@ -149,7 +149,7 @@ def _json_record(line: bytes, text_column: str) -> Record:
         return BadRecord(f"not an object with text under {text_column!r}")
 
 
-def read_text(path: Path) -> Iterator[Record]:
+def read_text_file(path: Path) -> Iterator[Record]:
     """Yield documents, which end at a line `<|endoftext|>`; longer text is cut at a blank line. No text is lost."""
     piece, size = [], 0
     mark = END_OF_TEXT.encode()

@@ -69,18 +69,18 @@ def demo_64k(
     print(f"{shape}; rope_scale {rope_scale:g}; {dtype} on {target}")
     print(describe(target, dtype, model.config.model.d_k), flush=True)
     tokens = torch.randint(model.config.vocab_size, (1, S), generator=torch.Generator().manual_seed(seed)).to(target)
-    results = [measure(model, tokens, prefill_tile, decode_tokens)]
+    results = [measure_prefill_and_decode(model, tokens, prefill_tile, decode_tokens)]
     twin_config = _changed(model.config, attention="dense")
     del model
     twin = _fresh(twin_config, S + decode_tokens, target, dtype, seed)
-    results.append(measure(twin, tokens, prefill_tile, decode_tokens))
+    results.append(measure_prefill_and_decode(twin, tokens, prefill_tile, decode_tokens))
     _print_table(results)
     print(json.dumps({"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(target),
                       "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}))  # fmt: skip
     return results
 
 
-def measure(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> DemoResult:
+def measure_prefill_and_decode(model: Decoder, tokens_1S: Tensor, tile: int, decode_tokens: int) -> DemoResult:
     """Read the prompt by tiles, then decode greedily."""
     name, device = model.config.model.attention, tokens_1S.device
     cache = model.new_cache(1, tokens_1S.shape[1] + decode_tokens)

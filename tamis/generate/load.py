@@ -67,7 +67,7 @@ def load_model(
     source, weights, tree, step = _read(Path(path))
     config = build_config(tree)
     if expected is not None:
-        require_same_model(source, config, expected)
+        require_same_config(source, config, expected)
     if rope_scale is not None:
         config = build_config({**tree, "model": {**tree["model"], "rope_scale": float(rope_scale)}})
     model = Decoder(config, max_len=max_len)
@@ -108,7 +108,7 @@ def precision_for(device: torch.device, name: str | None) -> torch.dtype:
     return DTYPES[name]
 
 
-def require_same_model(source: Path, found: Config, expected: Config) -> None:
+def require_same_config(source: Path, found: Config, expected: Config) -> None:
     """Refuse if a key that changes the meaning of the weights differs."""
     pairs = {
         f"{section}.{key}": (value, getattr(getattr(expected, section), key))

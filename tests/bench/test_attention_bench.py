@@ -14,7 +14,7 @@ SMALL = {"shapes": ("tiny",), "lengths": (48, 96), "tokens": 96, "repeats": 1, "
 
 def test_tables_come_first_and_the_document_holds_every_row(capsys, monkeypatch):
     monkeypatch.setattr(attention.things, "parts", lambda *args: [])  # kernels, and slow in the interpreter
-    document = json.loads(json.dumps(attention.run(**SMALL)))
+    document = json.loads(json.dumps(attention.measure_attention(**SMALL)))
     assert document["tflops"] > 0 and document["tb_per_s"] > 0
     names = {(row["name"], row["choices"], row["length"]) for row in document["rows"]}
     assert {("whole", "random", 48), ("whole", "clustered", 96), ("reference", "random", 48)} <= names
@@ -32,5 +32,5 @@ def test_the_parts_are_all_the_kernels_of_the_whole():
 def test_nothing_is_reported_where_the_kernels_disagree(capsys, monkeypatch):
     monkeypatch.setattr(attention, "verify", lambda *args: [Check("window dq", 0.3, 5e-3)])
     with pytest.raises(attention.Disagreement, match="window dq"):
-        attention.run(**SMALL)
+        attention.measure_attention(**SMALL)
     assert "whole" not in capsys.readouterr().out

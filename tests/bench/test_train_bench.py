@@ -18,7 +18,7 @@ def test_a_row_for_each_length_attention_and_source(tmp_path: Path, monkeypatch:
             super().__init__(config, device)
 
     monkeypatch.setattr(bench, "Probe", Counted)
-    document = bench.run(tiny_config(tmp_path), [32, 64], tokens=128, steps=2, warmup=1, with_data=True)
+    document = bench.measure_training(tiny_config(tmp_path), [32, 64], tokens=128, steps=2, warmup=1, with_data=True)
     kinds = [(length, attention) for length in (32, 64) for attention in ("dense", "nsa")]
     rows = document["rows"]
     assert [(row["length"], row["attention"], row["data"]) for row in rows] == [

@@ -10,7 +10,7 @@ import pytest
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader
-from tamis.data.local_files import TEXT_PIECE_BYTES, LocalFiles, read_text
+from tamis.data.local_files import TEXT_PIECE_BYTES, LocalFiles, read_text_file
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of, documents
 
@@ -77,7 +77,7 @@ def test_long_text_without_marks_is_cut_between_paragraphs_and_nothing_is_lost(t
     path = tmp_path / "long.txt"
     text = "".join(f"paragraph {i} of some length\n\n" for i in range(5000)) + "x" * 3 * TEXT_PIECE_BYTES
     path.write_text(text)
-    pieces = [record.decode() for record in read_text(path)]
+    pieces = [record.decode() for record in read_text_file(path)]
     assert len(pieces) > 5
     assert "".join(pieces) == text
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
@@ -87,12 +87,12 @@ def test_a_line_without_end_is_cut_between_words_or_characters_and_nothing_is_lo
     words, letters = "some words " * 40_000, "é–𝄞x" * 50_000
     for name, text in (("words.txt", words), ("letters.txt", letters), ("both.txt", letters + words)):
         (tmp_path / name).write_text(text)
-        pieces = [record.decode() for record in read_text(tmp_path / name)]
+        pieces = [record.decode() for record in read_text_file(tmp_path / name)]
         assert "".join(pieces) == text
         assert max(len(piece.encode()) for piece in pieces) <= 3 * TEXT_PIECE_BYTES * 4
     assert all(
         piece.endswith(("words ", "some "))
-        for piece in [record.decode() for record in read_text(tmp_path / "words.txt")]
+        for piece in [record.decode() for record in read_text_file(tmp_path / "words.txt")]
     )
 
 

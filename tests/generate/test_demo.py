@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.generate.demo import demo_64k, measure
+from tamis.generate.demo import demo_64k, measure_prefill_and_decode
 from tests.generate.test_load import save
 from tests.generate.test_sample import small_model
 
@@ -44,7 +44,9 @@ def test_a_checkpoint_s_weights_are_used_and_named(tmp_path: Path, capsys: pytes
 
 
 def test_the_formula_counts_no_more_tokens_than_the_cache_holds() -> None:
-    result = measure(small_model(), torch.arange(20)[None], tile=20, decode_tokens=1)  # four blocks of 8 hold 32
+    result = measure_prefill_and_decode(
+        small_model(), torch.arange(20)[None], tile=20, decode_tokens=1
+    )  # four blocks of 8 hold 32
     assert result.reads_formula == result.reads_total
 
 
@@ -53,7 +55,7 @@ def test_the_demo_measures_a_real_prefill(capsys: pytest.CaptureFixture) -> None
     seen = []
     extend = model.extend
     model.extend = lambda part, cache: seen.append(part) or extend(part, cache)  # type: ignore[method-assign]
-    result = measure(model, tokens, tile=25, decode_tokens=4)
+    result = measure_prefill_and_decode(model, tokens, tile=25, decode_tokens=4)
     assert torch.equal(torch.cat(seen, dim=1), tokens)
     assert result.cache_mib > 0
 

@@ -23,7 +23,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.files.directory import RunDirectory
-from tamis.run.find import existing_run
+from tamis.run.locate import existing_run
 from tamis.run.phases import PHASES, read_go_no_go
 
 

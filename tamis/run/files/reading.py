@@ -1,6 +1,6 @@
 """Bounded reads of run files that never block: only regular files, and no link that leaves the file's directory.
 
-A folder, a FIFO or a huge file in place of a run file is an OddFile, an OSError whose message says what is wrong.
+A folder, a FIFO or a huge file in place of a run file is an OddFile, an OSError whose message names the problem.
 """
 
 from __future__ import annotations

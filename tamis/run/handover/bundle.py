@@ -28,9 +28,9 @@ from tamis.run.files.info import altered_files
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.reading import read_text
 from tamis.run.files.records import write_text_atomic
-from tamis.run.find import existing_run
 from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
+from tamis.run.locate import existing_run
 from tamis.run.supervise.sampler import usage_csv
 
 WEIGHTS = "weights.safetensors"

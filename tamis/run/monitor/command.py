@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tamis.run.find import existing_run
+from tamis.run.locate import existing_run
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import snapshot_text
 

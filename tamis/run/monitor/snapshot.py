@@ -25,7 +25,7 @@ from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
 from tamis.run.files.manifest import read_manifest
-from tamis.run.find import runs_near
+from tamis.run.locate import runs_near
 from tamis.run.monitor.alerts import Alert, find_alerts
 from tamis.run.monitor.ranks import RankView, State, rank_view, state_of
 

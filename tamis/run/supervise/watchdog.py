@@ -17,8 +17,8 @@ from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.heartbeat import HeartbeatFollower
 from tamis.run.files.lock import ProcessId, RunLock
-from tamis.run.find import no_run_in
 from tamis.run.limits import Grace, Limits, limits_for
+from tamis.run.locate import no_run_in
 from tamis.run.supervise.escalation import Escalation
 from tamis.run.supervise.health_rules import health_alarms
 from tamis.run.supervise.history import RunHistory

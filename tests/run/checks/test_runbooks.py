@@ -15,7 +15,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import write_manifest
-from tamis.run.find import NoSuchRun
+from tamis.run.locate import NoSuchRun
 from tamis.run.supervise.sampler import UsageSample
 from tests.run.fabricate import Story, fabricate
 

@@ -21,10 +21,10 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import describe_environment
 from tamis.run.files.info import read_info, write_info
 from tamis.run.files.records import write_json_atomic
-from tamis.run.find import NoSuchRun
 from tamis.run.handover import bundle
 from tamis.run.handover.bundle import verify_bundle, write_bundle
 from tamis.run.handover.redaction import redactor
+from tamis.run.locate import NoSuchRun
 from tests.run.fabricate import fabricate
 
 SECRETS = {

@@ -23,8 +23,8 @@ from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import GpuLost
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.lock import RunLock
-from tamis.run.find import NoSuchRun, existing_run
 from tamis.run.handover.curves import thinned
+from tamis.run.locate import NoSuchRun, existing_run
 from tamis.run.monitor import snapshot as monitor_snapshot
 from tamis.run.monitor.command import show_run
 from tamis.run.monitor.screen import Curves, MonitorScreen, Panel

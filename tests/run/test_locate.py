@@ -6,7 +6,7 @@ import pytest
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import write_info
-from tamis.run.find import NoSuchRun, existing_run, no_run_in, runs_near
+from tamis.run.locate import NoSuchRun, existing_run, no_run_in, runs_near
 
 
 @pytest.fixture
