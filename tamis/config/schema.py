@@ -109,6 +109,9 @@ class Data(Section):
     lanes: int = _count(
         24, "Streams are split into this many lanes; a multiple of every number of processes used.", most=2**16
     )
+    packing: Literal["stream", "documents"] = _key(
+        "stream", "Attention inside a row: across documents (`stream`) or within each document (`documents`)."
+    )
     on_bad_record: Literal["stop", "skip"] = _key("stop", "Unreadable record: stop and name it, or count it and go on.")
     synthetic_on_fail: bool = _key(
         False, "Replace failing data by random tokens and mark the run; never in production."

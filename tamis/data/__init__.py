@@ -3,6 +3,7 @@
 from tamis.data.errors import DataError, EndOfData
 from tamis.data.loader import Batch, Loader
 from tamis.data.opening import merge_states, open_loader, validation_batches
+from tamis.data.packing import document_offsets
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "EndOfData",
     "Loader",
     "Tokenizer",
+    "document_offsets",
     "merge_states",
     "open_loader",
     "tokenizer_for",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tamis.config import Config
 from tamis.data.errors import DataError
+from tamis.data.packing import document_offsets
 from tamis.data.synthetic import SyntheticSamples
 
 FETCH_TIMES_KEPT = 200
@@ -44,6 +45,7 @@ class Samples(Protocol):
 class Batch:
     tokens: npt.NDArray[np.int32]  # [accumulate_grad_batches, batch_size, seq_len + 1]
     fetch_s: float  # seconds the caller waited for it
+    cu_seqlens: npt.NDArray[np.int32] | None = None  # [accumulate_grad_batches, documents + 1] of packed documents
 
 
 class Loader:
@@ -84,7 +86,11 @@ class Loader:
         fetch_s = time.perf_counter() - began
         self._fetch_times.append(fetch_s)
         train = self.config.train
-        return Batch(tokens.reshape(train.accumulate_grad_batches, train.batch_size, -1), fetch_s)
+        tokens = tokens.reshape(train.accumulate_grad_batches, train.batch_size, -1)
+        if self.config.data.packing == "stream":
+            return Batch(tokens, fetch_s)
+        end_of_text = self.config.vocab_size - 1
+        return Batch(tokens, fetch_s, np.stack([document_offsets(rows, end_of_text) for rows in tokens]))
 
     def state(self) -> dict[str, Any]:
         """The position after the last returned batch, as JSON data."""
