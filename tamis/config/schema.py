@@ -143,7 +143,7 @@ class Runtime(Section):
     ddp_find_unused: bool = _key(False, "DDP searches for unused parameters.")
     ddp_compress: Literal["none", "bf16", "fp16"] = _key("none", "Data type of gradients between processes.")
     ddp_safe_mode: bool = _key(False, "Plainest DDP settings: no static graph, no compression, no compile.")
-    ddp_disable_gc: bool = _key(True, "Several processes: gradient checkpointing stays off.")
+    ddp_disable_gc: bool = _key(False, "Several processes: gradient checkpointing stays off, whatever its key is.")
     weight_check_every: int = _count(
         500, "Steps between checks that all ranks hold the same weights; 0: never.", least=0
     )

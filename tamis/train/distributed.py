@@ -144,9 +144,27 @@ def _process_backend(device: torch.device, world_size: int) -> str:
 def model_config(config: Config, ranks: Ranks) -> Config:
     """Return the configuration to build the model from: `ddp_disable_gc` turns checkpointing off for several ranks."""
     runtime = config.runtime
-    if ranks.world_size == 1 or not (runtime.gradient_checkpointing and runtime.ddp_disable_gc):
+    if not _disables_checkpointing(config, ranks):
         return config
     return config.model_copy(update={"runtime": runtime.model_copy(update={"gradient_checkpointing": False})})
+
+
+def _disables_checkpointing(config: Config, ranks: Ranks) -> bool:
+    return ranks.world_size > 1 and config.runtime.gradient_checkpointing and config.runtime.ddp_disable_gc
+
+
+def settings_without_effect(config: Config, ranks: Ranks) -> list[str]:
+    """Describe the settings of several processes that others turn off."""
+    runtime, lines = config.runtime, []
+    if _disables_checkpointing(config, ranks):
+        lines.append("gradient checkpointing is off: runtime.ddp_disable_gc (NSA_DDP_DISABLE_GC) is true")
+    if ranks.world_size == 1 or is_sharded(config, ranks):
+        return lines
+    if runtime.ddp_static_graph and config.train.accumulate_grad_batches > 1:
+        lines.append("DDP's static graph is off: it does not support train.accumulate_grad_batches above 1")
+    if runtime.ddp_safe_mode:
+        lines.append("runtime.ddp_safe_mode: no static graph, no gradient compression, no compilation")
+    return lines
 
 
 def is_sharded(config: Config, ranks: Ranks) -> bool:

@@ -42,7 +42,7 @@ from tamis.run.files.manifest import DamagedCheckpoint, latest_valid_checkpoint,
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
 from tamis.train.console import Console
-from tamis.train.distributed import Ranks, device_name, join
+from tamis.train.distributed import Ranks, device_name, join, settings_without_effect
 from tamis.train.guards import Anomaly
 from tamis.train.memory import out_of_memory_advice
 from tamis.train.settings import apply_settings
@@ -83,7 +83,8 @@ def train_config(config: Config, resume: str | None = None) -> int:
         code = _train_or_explain(Trainer(config, ranks), resume, started)
         if code not in ALL_END_TOGETHER:
             ranks.exit_at_once(code)
-        return code
+        # A torchrun started by hand restarts any other code, or ends in a traceback; the heartbeat keeps the real one.
+        return 0 if code == ExitCode.HALTED and _is_under_torchrun_alone() else code
 
 
 def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> int:
@@ -113,6 +114,10 @@ def _train_or_explain(trainer: Trainer, resume: str | None, started: float) -> i
         return ExitCode.CRASH
     finally:
         trainer.close()
+
+
+def _is_under_torchrun_alone() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and not is_supervised()
 
 
 def _problem_with(resume: str | None, config: Config) -> str | None:
@@ -201,7 +206,7 @@ def _announce(trainer: Trainer) -> None:
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
     )
     say(describe(ranks.device, DTYPES[config.runtime.precision], model.d_k))
-    for line in apply_settings(config, ranks.device):
+    for line in [*apply_settings(config, ranks.device), *settings_without_effect(config, ranks)]:
         say(line)
 
 

@@ -56,7 +56,7 @@ def out_of_memory_advice(config: Config, device: torch.device) -> str:
         times = train.accumulate_grad_batches * train.batch_size // smaller
         advice.append(f"train.batch_size={smaller} train.accumulate_grad_batches={times} (the same tokens per step)")
     if not runtime.gradient_checkpointing:
-        advice.append("runtime.gradient_checkpointing=true runtime.ddp_disable_gc=false (less memory, slower)")
+        advice.append("runtime.gradient_checkpointing=true (less memory, slower)")
     advice.append(f"train.seq_len={max(1, train.seq_len * 3 // 4)} (changes what is trained)")
     return f"out of GPU memory{_held(device)}. Set " + ", or ".join(advice)
 

@@ -19,7 +19,7 @@ EFFECTS = {
     "NSA_DDP_BUCKET_MB": ("50", "runtime.ddp_bucket_mb", 50),
     "NSA_DDP_STATIC_GRAPH": ("0", "runtime.ddp_static_graph", False),
     "NSA_DDP_FIND_UNUSED": ("1", "runtime.ddp_find_unused", True),
-    "NSA_DDP_DISABLE_GC": ("0", "runtime.ddp_disable_gc", False),
+    "NSA_DDP_DISABLE_GC": ("1", "runtime.ddp_disable_gc", True),
     "NSA_DDP_SAFE_MODE": ("1", "runtime.ddp_safe_mode", True),
     "NSA_DISABLE_AUX_STATS": ("1", "train.aux_stats", False),
     "NSA_TB_DISABLE": ("1", "train.tensorboard", False),

@@ -46,6 +46,8 @@ def another_value(dotted: str) -> Any:
         return 7
     if isinstance(value, bool):
         return not value
+    if value is None and (int in options or float in options):
+        return 1
     if isinstance(value, int):
         return value * 2 or 1
     return value * 0.9 if isinstance(value, float) else f"{value}x"

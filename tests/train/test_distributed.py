@@ -11,7 +11,7 @@ from torch import Tensor
 from tamis.config import Config
 from tamis.data import open_loader
 from tamis.model import Decoder
-from tamis.train.distributed import Ranks, join, model_config
+from tamis.train.distributed import Ranks, join, model_config, settings_without_effect
 from tamis.train.guards import most_common, weight_sums
 from tamis.train.step import TrainStep
 from tests.train.processes import run_ranks, tiny_config
@@ -24,7 +24,7 @@ SETTINGS = {
     "unused parameters": [PLAIN, "runtime.ddp_find_unused=true"],
     "small buckets": ["runtime.ddp_bucket_mb=1"],
     "safe mode": ["runtime.ddp_safe_mode=true", "runtime.ddp_compress=bf16"],
-    "gradient checkpointing": ["runtime.gradient_checkpointing=true", "runtime.ddp_disable_gc=false"],
+    "gradient checkpointing": ["runtime.gradient_checkpointing=true"],
     "fsdp": ["runtime.parallel=fsdp"],
     "bf16 wire": ["runtime.ddp_compress=bf16"],
     "fp16 wire": ["runtime.ddp_compress=fp16"],
@@ -53,6 +53,9 @@ def two_steps(config: Config, ranks: Ranks) -> dict[str, Tensor]:
     torch.manual_seed(config.train.seed)
     step = TrainStep(Decoder(model_config(config, ranks)), config, ranks)
     found: dict[str, Tensor] = {}
+    block_calls: list[int] = []
+    for block in step.decoder.blocks:
+        block.register_forward_pre_hook(lambda *_: block_calls.append(1))
     apply = step.optimizer.step
 
     def spy(number: int, veto: Tensor | None = None) -> Tensor:
@@ -68,7 +71,8 @@ def two_steps(config: Config, ranks: Ranks) -> dict[str, Tensor]:
     # The raw events: PyTorch's own tables of them take seconds.
     events = [event.name() for event in profile.profiler.kineto_results.events()]  # type: ignore[union-attr]
     reductions = sum(name.startswith("gloo:") and "reduce" in name for name in events)
-    return {**found, "loss_and_norm": torch.stack(numbers)[:, [0, -2]], "reductions": torch.tensor(reductions)}
+    counts = {"reductions": torch.tensor(reductions), "block_calls": torch.tensor(len(block_calls))}
+    return {**found, **counts, "loss_and_norm": torch.stack(numbers)[:, [0, -2]]}
 
 
 def gather_odd_facts(out: str) -> None:
@@ -110,6 +114,8 @@ def test_two_processes_compute_the_gradient_and_loss_of_one_under_every_setting(
         gradient = found[name]["gradient.norm.weight"]
         travelled_as_bf16 = torch.equal(gradient.bfloat16().float(), gradient)
         assert travelled_as_bf16 == ("bf16 wire" in name), name
+    plain, checkpointed = found["static graph"]["block_calls"], found["gradient checkpointing"]["block_calls"]
+    assert checkpointed == 2 * plain > 0, "every block is computed again in the backward pass"
     for accumulated, at_once in [("accumulated", "no static graph"), ("accumulated fsdp", "fsdp")]:
         assert found[accumulated]["reductions"] == found[at_once]["reductions"] > 0, "one reduction per optimizer step"
 
@@ -126,7 +132,7 @@ def test_ranks_gather_json_values_of_any_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "disable", "world_size"), [*itertools.product([True, False], [True, False], [1, 2])])
-def test_gradient_checkpointing_stays_off_under_several_processes_unless_unset(
+def test_ddp_disable_gc_turns_gradient_checkpointing_off_under_several_processes(
     tmp_path: Path, asked: bool, disable: bool, world_size: int
 ) -> None:
     overrides = [f"runtime.gradient_checkpointing={asked}", f"runtime.ddp_disable_gc={disable}"]
@@ -134,6 +140,18 @@ def test_gradient_checkpointing_stays_off_under_several_processes_unless_unset(
     built = model_config(config, Ranks(0, world_size, torch.device("cpu")))
     assert built.runtime.gradient_checkpointing == (asked and (world_size == 1 or not disable))
     assert built.train == config.train
+
+
+def test_settings_that_others_turn_off_are_named(tmp_path: Path) -> None:
+    def named(world_size: int, *overrides: str) -> str:
+        ranks = Ranks(0, world_size, torch.device("cpu"))
+        return "\n".join(settings_without_effect(tiny_config(tmp_path, *overrides), ranks))
+
+    accumulates = "train.accumulate_grad_batches=2"
+    assert "static graph is off" in named(2, accumulates)
+    assert named(1, accumulates) == named(2) == named(2, accumulates, "runtime.parallel=fsdp") == ""
+    off = ["runtime.gradient_checkpointing=true", "runtime.ddp_disable_gc=true"]
+    assert "gradient checkpointing is off: runtime.ddp_disable_gc" in named(2, *off) and named(1, *off) == ""
 
 
 def test_weight_sums_see_a_single_flipped_bit(tmp_path: Path) -> None:
