@@ -28,7 +28,7 @@ Backend = Literal["auto", "reference", "triton"]
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_DIM = 256
+LARGEST_DIM, DIM_STEP = 256, 16  # what tests/gpu/matrix.py proves
 OLDEST_GPU = (8, 0)
 
 
@@ -121,8 +121,8 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> 
         return "Triton is not installed"
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take {', '.join(map(_name, KERNEL_DTYPES))}, not {_name(dtype)}"
-    if dim > LARGEST_DIM:
-        return f"the kernels take head dims up to {LARGEST_DIM}, not {dim}"
+    if dim > LARGEST_DIM or dim % DIM_STEP:
+        return f"the kernels take multiples of {DIM_STEP} as head dims up to {LARGEST_DIM}, not {dim}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_GPU:

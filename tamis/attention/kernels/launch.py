@@ -64,7 +64,11 @@ AMPERE = HALF | {
     ("score", 64): Tile(64, 32, 4, 2),
     ("score", 128): Tile(128, 64, 8, 2),
 }
-LARGE_DIM = Tile(64, 32, 8, 1)  # head dim 256
+LARGE_DIM = Tile(64, 32, 8, 1)  # head dims above 128
+# On Hopper, ptxas 12.8 miscompiles the unpipelined dkv kernel with 64 rows and at most 32 keys: dk is wrong, or an
+# address is illegal. The same PTX is right at optimization level 0, and no sanitizer finds a race. With these tiles the
+# scores are multiplied by `mma`, almost nothing spills, and the results are right.
+LARGE_DIM_DKV = Tile(32, 64, 8, 1)
 FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
 
 
@@ -112,7 +116,7 @@ def tile_for(kernel: str, q: Tensor, copied: bool = False) -> Tile:
     if q.dtype == torch.float32:
         return FLOAT32
     if dim > 128:
-        return LARGE_DIM
+        return LARGE_DIM_DKV if kernel == "dkv" and not is_ampere(q) else LARGE_DIM
     table = COPIED if copied else (AMPERE if is_ampere(q) else HALF)
     return table[kernel, max(64, dim)]
 

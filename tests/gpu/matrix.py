@@ -1,0 +1,159 @@
+"""Every combination the kernels accept, in small, against the reference on a GPU: `python -m tests.gpu.matrix`.
+
+Head dims 16 to 256 by 16 in every dtype, 1 to 64 heads per group, odd and even lengths, both forms of the selected
+branch, large logits, packed documents, and one batch of more than 2^31 elements; outputs and all gradients. The full
+product would take hours, so every dim meets every dtype, and group sizes are spread over the dims. Workers compile and
+run their cases in parallel. Prints the worst error of each dtype, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+DIMS = tuple(range(16, 257, 16))
+HEADS_PER_GROUP = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+DTYPES = ("bfloat16", "float16", "float32")
+LIMIT = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}
+LARGE_LOGITS, SLACK_OF_LARGE_LOGITS = 30.0, 2.0  # delta comes from an output rounded to half precision
+DOCUMENTS = (1, 700, 40, 9, 1300, 1, 131)  # lengths of a packed row
+NAMES = ("out", "dq", "dk_cmp", "dv_cmp", "dk_sel", "dv_sel", "dk_win", "dv_win", "dgates")
+
+
+@dataclass(frozen=True)
+class MatrixCase:
+    dtype: str
+    dim: int
+    heads_per_group: int
+    tokens: int = 1349
+    batch: int = 1
+    scale: float = 1.0  # of the queries
+    packed: bool = False
+    check_last: bool = False  # compare only the last sequence: the reference would not fit
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.heads_per_group == 64 else 2
+
+
+def all_cases() -> list[MatrixCase]:
+    spread = len(HEADS_PER_GROUP)
+    cases = []
+    for i, dim in enumerate(DIMS):
+        for j, dtype in enumerate((*DTYPES, "bfloat16")):
+            even = (i + j) % 3 == 0
+            heads = HEADS_PER_GROUP[(i + 3 * j + (j == 3)) % spread]
+            cases.append(MatrixCase(dtype, dim, heads, tokens=1280 if even else 1349, batch=2 if even else 1))
+    cases += [MatrixCase(dtype, dim, 6, scale=LARGE_LOGITS) for dtype in DTYPES for dim in (64, 128, 256)]
+    cases.append(MatrixCase("bfloat16", 128, 16, tokens=2001, batch=264, check_last=True))
+    return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
+
+
+def run_case(case: MatrixCase) -> dict[str, float]:
+    """Relative RMSE of the output and of every gradient."""
+    from tamis.attention import NSASpec, nsa_attention, reference
+    from tamis.attention.verify import random_inputs, relative_rmse
+
+    spec = NSASpec(n_sel=4)  # so that a length of 1,349 takes both forms of the selected branch
+    dtype, heads = getattr(torch, case.dtype), case.groups * case.heads_per_group
+    if case.check_last:
+        inputs = large_inputs(case, dtype, spec.compressed_blocks(case.tokens))
+    else:
+        inputs = random_inputs("cuda", dtype, heads, case.groups, case.dim, spec, case.tokens, batch=case.batch)
+    inputs[0] *= case.scale
+    offsets = None
+    if case.packed:
+        offsets = torch.tensor([0, *DOCUMENTS, 0], device="cuda").cumsum(0, dtype=torch.int32)
+    dout = torch.randn(inputs[0].shape, dtype=dtype, device="cuda")
+    got = with_gradients(lambda *x: nsa_attention(*x, spec, "triton", cu_seqlens=offsets), inputs, dout)
+    if case.check_last:
+        inputs, dout, got = [x[-1:] for x in inputs], dout[-1:], [x[-1:] for x in got]
+    want = with_gradients(
+        lambda *x: reference.nsa_attention(*x, spec, offsets), [x.float() for x in inputs], dout.float()
+    )
+    return {name: relative_rmse(x, y) for name, x, y in zip(NAMES, got, want, strict=True)}
+
+
+def large_inputs(case: MatrixCase, dtype: torch.dtype, blocks: int) -> list[Tensor]:
+    """Drawn on the GPU: more than 2^31 elements of queries."""
+    torch.manual_seed(0)
+    heads = case.groups * case.heads_per_group
+    keys = [(n, case.groups, case.dim) for n in (blocks,) * 2 + (case.tokens,) * 4]
+    shapes = [(case.tokens, heads, case.dim), *keys, (case.tokens, heads, 3)]
+    *tensors, gates = (torch.randn(case.batch, *shape, dtype=dtype, device="cuda") for shape in shapes)
+    assert tensors[0].numel() > 2**31
+    return [*tensors, gates.sigmoid()]
+
+
+def with_gradients(attend, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def work(worker: int, workers: int) -> None:
+    """Run a share of the cases and print one line of JSON each. A CUDA error ends the process: the rest did not run."""
+    for case in all_cases()[worker::workers]:
+        errors = run_case(case)
+        torch.cuda.empty_cache()
+        print(json.dumps({"case": asdict(case), "errors": errors}), flush=True)
+
+
+def judge(rows: list[dict]) -> tuple[list[str], dict[str, float]]:
+    """The cases that failed or did not run, and the worst error of each dtype, large logits aside."""
+    failed, worst = [], dict.fromkeys(DTYPES, 0.0)
+    measured = {json.dumps(row["case"]): row["errors"] for row in rows}
+    for case in all_cases():
+        errors = measured.get(json.dumps(asdict(case)))
+        slack = SLACK_OF_LARGE_LOGITS if case.scale > 1 and case.dtype != "float32" else 1.0
+        bad = errors is None or {name: x for name, x in errors.items() if not x <= LIMIT[case.dtype] * slack}
+        if bad:
+            failed.append(f"{case}: {'not run' if errors is None else bad}")
+        if errors and case.scale == 1:
+            worst[case.dtype] = max(worst[case.dtype], *errors.values())
+    return failed, worst
+
+
+def run_matrix(seconds: float = 280) -> dict:
+    """Start the workers, wait at most `seconds`, and return what they found."""
+    began, workers = time.monotonic(), max(1, (os.cpu_count() or 2) - 1)
+    command = [sys.executable, "-m", "tests.gpu.matrix"]
+    started = [
+        subprocess.Popen([*command, str(i), str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(workers)
+    ]
+    rows, complaints = [], []
+    for process in started:
+        try:
+            output, complaint = process.communicate(timeout=max(1.0, began + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, complaint = process.communicate()
+        rows += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        complaints += complaint.strip().splitlines()[-1:] if process.returncode else []
+    failed, worst = judge(rows)
+    found = {"cases": len(all_cases()), "failed": failed, "worst": worst, "complaints": sorted(set(complaints))}
+    return found | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        work(int(sys.argv[1]), int(sys.argv[2]))
+        return 0
+    found = run_matrix()
+    for dtype, error in found["worst"].items():
+        print(f"{dtype:9} worst relative RMSE {error:.1e} (limit {LIMIT[dtype]:.0e})")
+    print("\n".join(found["failed"]) or f"all {found['cases']} cases agree")
+    print(json.dumps(found))
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
