@@ -20,7 +20,7 @@ from tamis.config.load import guess_key
 from tamis.config.process import set_process_defaults
 from tamis.run.files.console import discard_unwritable_output, say
 from tamis.run.files.exit_codes import ExitCode
-from tamis.run.files.lock import RunLocked
+from tamis.run.files.lock import DirectoryReplaced, RunLocked
 
 OTHER_VERBS = {  # verbs of other tools and what does the same here
     "benchmark": "bench",
@@ -129,6 +129,8 @@ def _explained(error: Exception) -> tuple[str, int]:
 
     if hasattr(error, "format_message"):  # an error of the parser, which typer vendors under several names
         return _wrong_words(error), ExitCode.USAGE
+    if isinstance(error, DirectoryReplaced):
+        return str(error), ExitCode.CRASH
     if isinstance(error, DataError):
         return str(error), ExitCode.DATA_FAILURE
     if isinstance(error, (ValueError, OSError, RunLocked)):  # ConfigError and DamagedCheckpoint are ValueErrors

@@ -23,15 +23,16 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import Gpu, read_gpus
+from tamis.run.files.identity import OtherRun, require_same_run
 from tamis.run.files.info import describe_run, write_info
-from tamis.run.files.lock import RunLock, require_no_launch
+from tamis.run.files.lock import RunLock, require_no_launch, require_no_trainer
 from tamis.run.finish import finish_run
 from tamis.run.handover.bundle import write_bundle
 from tamis.run.phases import launch_by_phases
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
 from tamis.run.supervise.escalation import wait_until
 from tamis.run.supervise.restarts import RestartBudget
-from tamis.run.supervise.supervisor import LaunchOptions, supervise
+from tamis.run.supervise.supervisor import LaunchOptions, is_complete, supervise
 
 LAUNCH_LOGS = Path("artifacts/train_runs")
 SMOKE_STEPS = 50
@@ -66,16 +67,23 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     if detach:
         return launch_detached(config, ["run", *([config_path] if config_path else []), *overrides])
     job = Job(config, plan.config_path, plan.processes, gpus, RestartBudget().restarts, time.time())
-    out = directory_for(config)  # a refusal leaves nothing behind
+    with claimed(config, "launch") as (out, lock):
+        return _main_job(job, out, lock)
+
+
+def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
     logs = LAUNCH_LOGS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
     logs.mkdir(parents=True)
-    _write_run_info(job, logs, out)
-    if gpus and (code := smoke(job, logs, out)) != ExitCode.DONE:
-        how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
-        say(f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}")
-        return code
-    code = job.supervised(config, log=logs / "train.log")
-    finish_run(config, logs, code, job.started)
+    if is_complete(out, job.config):
+        code = job.supervised(job.config, log=logs / "train.log")  # prints that nothing is left to do
+    else:
+        _write_run_info(job, logs, out)
+        if job.gpus and (code := smoke(job, logs, out, lock)) != ExitCode.DONE:
+            how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
+            say(f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}")
+            return code
+        code = job.supervised(job.config, log=logs / "train.log")
+    finish_run(job.config, logs, code, job.started)
     return code
 
 
@@ -97,9 +105,10 @@ def _apply(plan: LaunchPlan, effects: Sequence[str]) -> None:
 
 def launch_once(job: Job) -> int:
     """Run the configuration to its end under supervision."""
-    out = directory_for(job.config)
-    _write_run_info(job, out.path, out)
-    return job.supervised(job.config)
+    with claimed(job.config, "launch") as (out, _):
+        if not is_complete(out, job.config):
+            _write_run_info(job, out.path, out)
+        return job.supervised(job.config)
 
 
 def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
@@ -118,26 +127,26 @@ def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
         say(f"{key}: {info[key]:,}" if isinstance(info[key], int) else f"{key}: {info[key]}")
 
 
-def smoke(job: Job, logs: Path, out: RunDirectory) -> int:
+def smoke(job: Job, logs: Path, out: RunDirectory, lock: RunLock) -> int:
     """Run fifty synthetic steps of the showcase model on every GPU: drivers, collectives, checkpoints, logging.
 
-    `out`, the run's own directory, is locked in the meantime, and a .HALT there stops the smoke test.
+    A .HALT in `out`, the run's own directory, stops the smoke test.
     """
+    lock.sign("smoke test")
     say(f"smoke test: {SMOKE_STEPS} synthetic steps")
     rehearsal = RunDirectory(logs / "smoke").create()
     overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={rehearsal.path}"]
     overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
     config = load_config(SHOWCASE_CONFIG, overrides)
-    with RunLock(out.launch_lock) as lock, halts_forwarded(out, rehearsal, time.time()):
-        lock.acquire("smoke test")
-        return job.supervised(config, log=logs / "smoke.log")
+    with halts_forwarded(out, rehearsal, time.time()):
+        code = job.supervised(config, log=logs / "smoke.log")
+    lock.sign("launch")
+    return code
 
 
 def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
-    out = directory_for(job.config)
-    with RunLock(out.launch_lock) as lock:
-        lock.acquire("launch by phases")
+    with claimed(job.config, "launch by phases") as (out, _):
         return _launch_phases(job, out, steps, repeat)
 
 
@@ -180,10 +189,31 @@ def _is_ready(job: Job) -> bool:
 
 
 def directory_for(config: Config) -> RunDirectory:
-    """Create OUT if needed; refused while another launch owns it, before any file in it is touched."""
+    """Create OUT if needed. A refusal, by a launch that owns it or a run that it holds, changes no byte."""
     out = RunDirectory(config.train.out_dir).create()
     require_no_launch(out)
+    require_startable(out, config)
     return out
+
+
+def require_startable(out: RunDirectory, config: Config) -> None:
+    """Raise unless this configuration may start, or resume, in OUT. Reads only."""
+    require_no_trainer(out)
+    require_same_run(out, config)
+    if (newest := max(out.checkpoints(), default=0)) > config.train.steps:
+        raise OtherRun(
+            f"{out.path} is at step {newest}, beyond train.steps={config.train.steps}: raise train.steps, "
+            "or name another train.out_dir. Nothing was changed"
+        )
+
+
+@contextmanager
+def claimed(config: Config, purpose: str) -> Iterator[tuple[RunDirectory, RunLock]]:
+    """Own OUT while the block runs: run.info and the reports in it are written by one launch alone."""
+    out = RunDirectory(config.train.out_dir).create()
+    with RunLock(out.launch_lock) as lock:
+        lock.acquire(purpose, check=lambda: require_startable(out, config))
+        yield out, lock
 
 
 def launch_detached(config: Config, arguments: list[str]) -> int:

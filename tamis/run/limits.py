@@ -26,6 +26,7 @@ PLAUSIBLE_LOSS = {"gpt2": 1.0, "byte": 0.3}  # nats per token; models a hundred 
 SLOW_STRETCHES = 4  # in a row
 STRETCH_S = 30.0  # throughput is compared over stretches of at least this time and STRETCH_STEPS steps
 STRETCH_STEPS = 5
+SETTLED_STEPS = 100  # timed steps of one process after which its longest step is known well
 DEAD_AFTER_S = 3.0  # the last beats of a process that just ended may still be unread
 LONGEST_TICK_S = 30.0  # a longer gap between two looks means that the watchdog itself did not run
 
@@ -55,7 +56,9 @@ CPU_HOURS = 24.0
 class Limits:
     """What the watchdog tolerates in one run. Times in seconds; the stall limit is learned within these bounds."""
 
-    floor_s: float = 120.0  # a shorter silence between steps is never a stall
+    floor_s: float = 120.0  # a shorter silence between steps is never a stall …
+    settled_floor_s: float = 30.0  # … nor is this one after SETTLED_STEPS steps in succession
+    stopped_s: float = 10.0  # a process that is stopped (SIGSTOP, a debugger) for so long is reported
     times_typical: float = 20.0  # silence over this many typical steps is a stall …
     times_longest: float = 3.0  # … if it is also this many times the longest step seen
     first_step_s: float = 1800.0  # a process's first step compiles and tunes kernels
@@ -75,6 +78,7 @@ class Limits:
     loss_floor: float | None = None  # nats; a lower training loss is implausible
     throughput_collapse: float = 0.08  # share of the run's own median speed; steps varying tenfold stay above it
     slow_share: float = 1 / 3  # below this share the run is reported as slow and goes on
+    expected_step_s: float | None = None  # from an estimate of this machine; compared until the run has its own speed
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Grace:
     dump_s: float = 90.0  # py-spy needs time to read the symbols of a large process
     halt_s: float = 30.0
     term_s: float = 27.0  # a worker exits within 25 s of TERM
+    orphan_s: float = 30.0  # the sidecars of a dead supervisor's workers end them within 25 s
 
 
 def limits_for(config: Config) -> Limits:

@@ -18,7 +18,7 @@ from tamis.config import Config, build_config, load_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
-from tamis.run.files.lock import RunLocked
+from tamis.run.files.lock import DirectoryReplaced, RunLocked
 from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.launch import start_detached
 from tamis.run.limits import Grace, Limits, limits_for
@@ -54,7 +54,12 @@ def quick_options(config: Config) -> LaunchOptions:
     return LaunchOptions(
         limits=with_patience(limits_for(config), float(os.environ.get("PATIENCE", "1"))),
         budget=RestartBudget(first_delay_s=float(os.environ.get("FIRST_DELAY_S", "0.1"))),
-        grace=Grace(dump_s=20.0, halt_s=1.0, term_s=float(os.environ.get("TERM_S", "20"))),
+        grace=Grace(
+            dump_s=20.0,
+            halt_s=1.0,
+            term_s=float(os.environ.get("TERM_S", "20")),
+            orphan_s=float(os.environ.get("ORPHAN_S", "30")),
+        ),
         look_every_s=0.1,
         command=trainer_command if os.environ.get("TRAINER") == "real" else fake_command,
     )
@@ -171,6 +176,9 @@ def main() -> int:
     except RunLocked as error:
         print(error)
         return 2
+    except DirectoryReplaced as error:
+        print(error)
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Faults of workers, checkpoints and supervisors, with real processes under a real supervisor."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.lock import ProcessId
 from tamis.run.files.manifest import latest_valid_checkpoint
@@ -186,6 +188,44 @@ def test_when_the_supervisor_is_killed_the_workers_stop_and_a_relaunch_adopts_th
     assert orphans[-1].phase == "halted"  # it could still print, save and say so
     assert_ends_as_unbroken(second)
     assert "adopt" in second.events()
+
+
+def test_a_worker_stuck_after_its_supervisor_died_is_ended_by_the_next_launch(launching) -> None:
+    first = launching(steps=20, fault={"kind": "loop_with_gil", "step": 13}, PATIENCE="1")
+    first.until_step(13)
+    stuck = ProcessId.of(first.worker_pid())
+    for process in (*psutil.Process(stuck.pid).children(), first.process):  # without its sidecar the worker stays
+        process.kill()
+    first.process.wait()
+    second = launching(steps=20, ORPHAN_S="1")
+    try:
+        assert second.wait() == 0, second.told()
+        assert not stuck.is_alive()
+    finally:
+        stuck.send(signal.SIGKILL)
+    assert_ends_as_unbroken(second)
+    assert second.events()[1:5] == ["adopt", "wait", "kill", "start"] and str(stuck.pid) in second.told()
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_directory_moved_or_removed_under_a_run_ends_it_and_the_new_one_stays_empty(
+    launching, tmp_path: Path, how: str
+) -> None:
+    launched = launching(FAKE_HOLD="7")
+    launched.until_step(7)
+    worker = ProcessId.of(launched.worker_pid())
+    out = launched.run.path
+    old = out.rename(tmp_path / "out.old")
+    if how == "removed":
+        shutil.copy(old / "screen", tmp_path / "screen")
+        shutil.rmtree(old)
+    out.mkdir()
+    assert launched.wait() == 1
+    assert not worker.is_alive()
+    assert list(out.iterdir()) == []
+    if how == "moved":
+        assert f"out is no longer the directory that this run began in (now {old})" in (old / "screen").read_text()
+        assert latest_valid_checkpoint(RunDirectory(old)) == 5
 
 
 def test_ranks_that_outlive_a_killed_torchrun_are_gone_before_the_next_start(launching) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+from tamis.run.files.lock import ProcessId, this_host
 from tamis.run.files.reading import open_regular, open_to_read, parse_json_line, read_last_lines
 from tamis.run.files.records import is_time
 
@@ -69,6 +70,8 @@ class Heartbeat:
     exit_code: int | None = None  # with done, halted, failed: the code this rank exits with
     lasting: bool | None = None  # with failed: true when another try would end the same way
     detail: str | None = None  # a short word for people: which batch of the evaluation, which error
+    started: int | None = None  # start time of the process, clock ticks since boot: its pid may be used again
+    host: str | None = None  # of the process; a pid means nothing on another host
 
     @classmethod
     def from_line(cls, line: str | bytes) -> Heartbeat | None:
@@ -130,7 +133,9 @@ class HeartbeatWriter:
         self.rank = rank
         self.lost = 0  # beats that could not be written, on a full disk say
         self._max_bytes = max_bytes
-        self._pid = os.getpid()
+        me = ProcessId.of(os.getpid())
+        self._pid = me.pid
+        self._origin = {"started": me.started, "host": this_host()}
         self._thread = threading.get_ident()
         self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
         self._open()
@@ -148,6 +153,7 @@ class HeartbeatWriter:
             "step": step,
             "phase": phase,
             **fields,
+            **self._origin,
         }
         try:
             line = self._encode(record)

@@ -1,13 +1,18 @@
-"""One trainer per run directory: a lock file with its owner, and process identities that a reused pid cannot fake."""
+"""One trainer per run directory: a lock file that names its owner, and process identities that outlive a reused pid."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import socket
+import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +23,18 @@ from tamis.run.files.reading import open_regular, read_json
 
 ProcessState = Literal["running", "stopped", "dead", "unknown"]
 
-ATTEMPTS, BETWEEN_ATTEMPTS_S = 10, 0.05  # to lock, before another owner is believed
+ATTEMPTS, BETWEEN_ATTEMPTS_S = 10, 0.05  # to take the lock; `is_held` of another process shares it for an instant
+
+
+@functools.cache
+def this_host() -> str:
+    """The host name, and a hash that differs between machines, boots and containers: pids compare only within it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        boot = namespace = ""
+    return f"{socket.gethostname()}:{hashlib.sha256(f'{boot} {namespace}'.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -26,12 +42,19 @@ class ProcessId:
     """A pid with the process's start time, so that a later process with the same pid is not taken for it."""
 
     pid: int
-    started: int  # clock ticks since boot
+    started: int  # clock ticks since boot; 0: a process that was never seen on this host
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """The process that has this pid now; start time 0 when there is none."""
         return cls(pid, _state_and_start(pid)[1])
+
+    @classmethod
+    def recorded(cls, pid: int, started: int | None, host: str | None) -> ProcessId:
+        """The process that a file names. One of another host has start time 0, and is never signalled."""
+        if host is None or started is None:  # a file of an earlier version
+            return cls.of(pid)
+        return cls(pid, started if host == this_host() else 0)
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
@@ -73,50 +96,94 @@ class RunLocked(RuntimeError):
     """Another process owns the run directory."""
 
 
+class DirectoryReplaced(RuntimeError):
+    """The run directory was moved or removed while its owner ran; nothing may be written under its name any more."""
+
+
 def require_no_launch(run: RunDirectory) -> None:
-    """Refuse early, before anything is written into the directory of a live run; `acquire` decides."""
+    """Refuse early, before anything is written next to a run that is under way; `acquire` is what decides."""
     for lock in (RunLock(run.lock), RunLock(run.launch_lock)):
         if lock.is_held():
             raise RunLocked(lock.refusal())
 
 
+def require_no_trainer(run: RunDirectory) -> None:
+    """Refuse while a supervisor runs here, or a trainer that no supervisor started.
+
+    Workers whose supervisor was killed do not count: its name still stands in the lock, and the next one ends them.
+    """
+    supervisor, trainer = RunLock(run.lock), RunLock(run.trainer_lock)
+    if supervisor.is_held():
+        raise RunLocked(supervisor.refusal())
+    if supervisor.owner() is None and trainer.is_held():
+        raise RunLocked(trainer.refusal())
+
+
 class RunLock:
-    """Held while a process owns the run directory. The kernel frees it when the owner dies, however it dies."""
+    """Held while a process owns the run directory. The kernel releases it when the owner ends, however it ends."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)  # RunDirectory.lock
         self._descriptor: int | None = None
 
-    def acquire(self, purpose: str) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        for attempt in range(ATTEMPTS):  # a caller of `is_held` shares the lock for an instant
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if attempt + 1 == ATTEMPTS:
-                    os.close(descriptor)
-                    raise RunLocked(self.refusal()) from None
-                time.sleep(BETWEEN_ATTEMPTS_S)
+    def acquire(self, purpose: str, check: Callable[[], object] = lambda: None) -> None:
+        """Take the lock, or raise RunLocked. `check` may refuse: it runs before a byte changes, and under the lock."""
+        check()
+        descriptor = _open_lock(self.path)
+        try:
+            _lock(descriptor)
+            check()
+        except BlockingIOError:
+            os.close(descriptor)
+            raise RunLocked(self.refusal()) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._descriptor = descriptor
         self.sign(purpose)
 
     def sign(self, purpose: str) -> None:
-        """Name this process as the owner; again after a fork, which shares the lock."""
+        """Record this process as the owner, and what it does."""
         assert self._descriptor is not None
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "purpose": purpose, "since": time.time()}
+        me = ProcessId.of(os.getpid())
+        owner = {
+            "pid": me.pid,
+            "started": me.started,
+            "host": this_host(),
+            "purpose": purpose,
+            "since": time.time(),
+        }
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode() + b"\n", 0)
 
     def release(self) -> None:
-        """Let go. The file stays: removing it would let two processes lock two files of the same name."""
+        """Release the lock. The file stays: without it, two processes could lock two files of the same name."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
 
+    def require_same_directory(self) -> None:
+        """Raise DirectoryReplaced unless the directory is the one that this process locked."""
+        if not self.is_same_directory():
+            raise DirectoryReplaced(
+                f"{self.path.parent} is no longer the directory that this run began in{self._moved_to()}: it was moved "
+                "or removed while the run was under way. Nothing more is written under that name. To continue, move it "
+                "back and launch again"
+            )
+
+    def is_same_directory(self) -> bool:
+        """True if the lock file under its name is the one that this process holds."""
+        assert self._descriptor is not None
+        held = os.fstat(self._descriptor)
+        try:
+            named = os.lstat(self.path)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
     def is_held(self) -> bool:
-        """By any process, this one included."""
+        """True if any process holds the lock, this one included."""
         if self._descriptor is not None:
             return True
         try:
@@ -132,20 +199,36 @@ class RunLock:
         return False
 
     def owner(self) -> dict[str, object] | None:
-        """Who holds the lock, or held it when it died; None when it was released."""
+        """The process that holds the lock, or held it when it was killed; None when it was released."""
         try:
             owner = read_json(self.path)
         except (OSError, ValueError):
             return None
         return owner if isinstance(owner, dict) else None
 
+    def owner_process(self) -> ProcessId | None:
+        """The owner as a process that can be signalled if it is on this host; None when there is no owner."""
+        owner = self.owner() or {}
+        pid, started, host = owner.get("pid"), owner.get("started"), owner.get("host")
+        if not isinstance(pid, int) or not isinstance(started, int) or not isinstance(host, str):
+            return None
+        return ProcessId.recorded(pid, started, host)
+
     def refusal(self) -> str:
         owner = self.owner() or {}
         return (
             f"{self.path.parent} belongs to a running {owner.get('purpose', 'process')} "
-            f"(pid {owner.get('pid', 'unknown')} on {owner.get('host', 'this machine')}). "
+            f"(pid {owner.get('pid', 'unknown')} on {str(owner.get('host', 'this machine')).partition(':')[0]}). "
             f"Halt it first (touch {self.path.parent / '.HALT'}), or choose another train.out_dir."
         )
+
+    def _moved_to(self) -> str:
+        """` (now DIRECTORY)` when the kernel still has a name for it."""
+        try:
+            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}")).parent
+        except OSError:
+            return ""
+        return f" (now {place})" if place.is_dir() else ""
 
     def __enter__(self) -> RunLock:
         return self
@@ -154,3 +237,29 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _open_lock(path: Path) -> int:
+    """Open or create the lock file; never through a link, because signing it would overwrite the link's target."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise OSError(error.errno, f"{path} is not a lock file but a link or a folder: remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path} is not a regular file: remove it")
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the file; BlockingIOError when another process holds it."""
+    for attempt in range(ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt + 1 == ATTEMPTS:
+                raise
+            time.sleep(BETWEEN_ATTEMPTS_S)

@@ -118,6 +118,24 @@ def latest_valid_checkpoint(
     return None
 
 
+def checkpoint_to_resume(run: RunDirectory, *, on_damaged: Callable[[str], None] | None = None) -> int | None:
+    """The newest valid step; None when no save was ever finished here.
+
+    Raises DamagedCheckpoint when saves were finished and none of them is valid: a run never starts over by itself.
+    """
+    problems: list[str] = []
+    step = latest_valid_checkpoint(run, on_damaged=problems.append)
+    if step is None and any(run.manifest(found).exists() for found in run.checkpoint_traces()):
+        raise DamagedCheckpoint(
+            f"no checkpoint in {run.path} can be used: {'; '.join(problems)}. Restore one of them. To start "
+            f"over on purpose, move them away (mkdir {run.path}/damaged && mv {run.path}/checkpoint_step* "
+            f"{run.path}/damaged/) or name another train.out_dir"
+        )
+    for problem in problems if on_damaged else []:
+        on_damaged(problem)  # type: ignore[misc]
+    return step
+
+
 def newest_or_itself(path: str | Path) -> Path:
     """The newest valid checkpoint of a run's directory; anything else as it was given."""
     step = latest_valid_checkpoint(path) if Path(path).is_dir() else None

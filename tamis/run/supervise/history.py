@@ -30,6 +30,7 @@ class RankHistory:
         self.step_times: deque[float] = deque(maxlen=KEPT_STEPS)
         self.recent: deque[Heartbeat] = deque(maxlen=KEPT_STEPS)  # step_end beats
         self.stretches: deque[float] = deque(maxlen=10_000)  # mean step time of each stretch, the whole run long
+        self.stretches_of_this_process = 0
         self._stretch: list[float] = []
         self.first_step_s = 0.0  # how long this process's first step took, from its start to its end
         self._step_started: Heartbeat | None = None
@@ -38,7 +39,8 @@ class RankHistory:
     def add(self, beat: Heartbeat, awake_s: float) -> None:
         if self.began is None or beat.pid != self.began.pid:
             self.began = beat
-            self.steps_by_this_process = 0
+            self.steps_by_this_process = self.stretches_of_this_process = 0
+            self._stretch.clear()
             self._step_started = self._step_ended = None
         if self.last is None or _mark(beat) != _mark(self.last):  # a repeated beat is no progress
             self.progress_at = awake_s
@@ -65,7 +67,13 @@ class RankHistory:
         self._stretch.append(seconds)
         if sum(self._stretch) >= STRETCH_S and len(self._stretch) >= STRETCH_STEPS:
             self.stretches.append(sum(self._stretch) / len(self._stretch))
+            self.stretches_of_this_process += 1
             self._stretch.clear()
+
+    @property
+    def in_succession(self) -> bool:
+        """True if the step under way follows another step; after an evaluation or a save, code may be compiled."""
+        return self._step_ended is not None
 
     def typical(self, field: str, count: int) -> float | None:
         """Median of a field over the last `count` steps that have it."""
@@ -103,6 +111,7 @@ class RunHistory:
         self.ranks = {rank: known.get(rank) or RankHistory(rank, self.awake_s) for rank in range(expected_ranks)}
         for history in self.ranks.values():
             history.last, history.progress_at, history.steps_by_this_process = None, self.awake_s, 0
+            history.stretches_of_this_process = 0
 
     def forget_former_ranks(self) -> None:
         """Drop ranks that fell silent before rank 0's process began: an earlier run here had more of them."""

@@ -17,6 +17,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info, write_eta
+from tamis.run.files.lock import RunLock
 from tamis.run.files.reading import open_to_append, read_last_lines
 from tamis.run.files.records import is_time, utc, write_text_atomic
 
@@ -39,6 +40,7 @@ class UsageSample:
 def sampled(
     config: Config,
     processes: int,
+    lock: RunLock,
     *,
     every_s: float = 1.0,
     read: Callable[[], Sequence[Gpu]] = read_gpus,
@@ -47,6 +49,8 @@ def sampled(
     directory, ticks = RunDirectory(config.train.out_dir), itertools.count(1)
 
     def sample() -> None:
+        if not lock.is_same_directory():
+            return
         with suppress(GpuLost):  # the workers report a lost GPU
             append_usage(directory, read())
         if next(ticks) % TICKS_PER_ETA == 0:
@@ -56,7 +60,8 @@ def sampled(
         with repeated(every_s, sample):
             yield
     finally:
-        refresh_eta(directory, config, processes)
+        if lock.is_same_directory():
+            refresh_eta(directory, config, processes)
 
 
 def refresh_eta(directory: RunDirectory, config: Config, processes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tamis.run.files.events import Alarm
 from tamis.run.files.lock import ProcessState
-from tamis.run.limits import DEAD_AFTER_S, SLOW_STRETCHES, Limits
+from tamis.run.limits import DEAD_AFTER_S, SETTLED_STEPS, SLOW_STRETCHES, Limits
 from tamis.run.supervise.history import RankHistory, RunHistory
 
 PHASE_ORDER = {"boot": 0, "loader_ready": 1, "compile": 2, "step_start": 3, "progress": 4, "step_end": 5}
@@ -32,7 +32,7 @@ def stall_alarms(
         return [Alarm("disk_full", "note", reason, None, _evidence(history, processes))]
     if silent:
         return [_stall(max(silent, key=history.silent_s), limit, history, processes)]
-    return [*_slow(history, limits), *_slow_ranks(history)]
+    return [*_stopped(history, processes, limits), *_slow(history, limits), *_slow_ranks(history)]
 
 
 def patience(rank: RankHistory, limits: Limits) -> float:
@@ -44,7 +44,9 @@ def patience(rank: RankHistory, limits: Limits) -> float:
         return limits.phase_s[phase]
     if rank.steps_by_this_process == 0:
         return max(limits.first_step_s, limits.fetch_s)
-    learned = max(limits.floor_s, _many_steps(rank, limits))
+    settled = rank.in_succession and len(rank.step_times) >= SETTLED_STEPS
+    floor_s = min(limits.settled_floor_s, limits.floor_s) if settled else limits.floor_s
+    learned = max(floor_s, _many_steps(rank, limits))
     return max(learned, limits.fetch_s) if phase == "step_start" else learned
 
 
@@ -63,6 +65,16 @@ def _dead(rank: RankHistory, history: RunHistory, processes: Mapping[int, Proces
     where = f"{rank.last.phase} of step {rank.last.step}"
     reason = f"rank {rank.rank} (pid {rank.last.pid}) is dead: its process ended during {where}"
     return Alarm("dead_rank", "stall", reason, rank.rank, _evidence(history, processes))
+
+
+def _stopped(history: RunHistory, processes: Mapping[int, ProcessState], limits: Limits) -> list[Alarm]:
+    """Report a stopped process long before its silence becomes a stall."""
+    stopped = [rank for rank in history.ranks if processes.get(rank) == "stopped"]
+    return [
+        Alarm("stopped_rank", "note", f"rank {rank} is stopped (SIGSTOP or a debugger); kill -CONT resumes it", rank)
+        for rank in stopped
+        if history.silent_s(rank) > limits.stopped_s
+    ]
 
 
 def group_patience(rank: RankHistory, history: RunHistory, limits: Limits) -> float:
@@ -117,14 +129,17 @@ def _position(rank: RankHistory) -> tuple[int, int]:
 
 def _slow(history: RunHistory, limits: Limits) -> list[Alarm]:
     """Compare the run with its own median speed over stretches of half a minute: a short pause is no collapse."""
-    stretches = max((rank.stretches for rank in history.ranks.values()), key=len, default=None)
-    if stretches is None or len(stretches) < 3 * SLOW_STRETCHES:
+    rank = max(history.ranks.values(), key=lambda rank: len(rank.stretches), default=None)
+    if rank is None or rank.stretches_of_this_process < SLOW_STRETCHES:
         return []
-    recent, usual = min(list(stretches)[-SLOW_STRETCHES:]), median(stretches)
+    earlier, recent = list(rank.stretches)[:-SLOW_STRETCHES], min(list(rank.stretches)[-SLOW_STRETCHES:])
+    usual = median(earlier) if len(earlier) >= SLOW_STRETCHES else limits.expected_step_s
+    if usual is None:
+        return []
     evidence = {"recent_step_s": round(recent, 4), "usual_step_s": round(usual, 4), "stretches": SLOW_STRETCHES}
     words = f"steps have taken {recent:.3g} s or more for minutes, {usual:.3g} s is usual"
     if usual < limits.throughput_collapse * recent:
-        return [Alarm("throughput_collapse", "halt", f"{words}: throughput has collapsed", None, evidence)]
+        return [Alarm("throughput_collapse", "stall", f"{words}: throughput has collapsed", None, evidence)]
     if usual < limits.slow_share * recent:
         return [Alarm("slow", "note", f"{words}: slow; it goes on", None, evidence)]
     return []

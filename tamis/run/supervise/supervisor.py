@@ -9,18 +9,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.files.console import say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
-from tamis.run.files.lock import RunLock, RunLocked
-from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.files.identity import record_changes, require_same_run
+from tamis.run.files.info import read_info
+from tamis.run.files.lock import DirectoryReplaced, RunLock, RunLocked
+from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
@@ -28,8 +31,6 @@ from tamis.run.supervise.restarts import Ending, RestartBudget, true_exit_code
 from tamis.run.supervise.sampler import sampled
 from tamis.run.supervise.watchdog import Watchdog
 from tamis.run.supervise.worker_processes import Screen, WorkerProcesses, trainer_command
-
-ORPHANS_EXIT_WITHIN_S = 40.0  # their sidecars ask the workers of a dead supervisor to stop, within 25 s
 
 CommandFor = Callable[[Path, int, Path | None], list[str]]
 
@@ -51,29 +52,52 @@ def supervise(
 ) -> int:
     """Run the configuration to its end under supervision; returns the exit code (`docs/run-directory.md`).
 
-    `log` defaults to OUT/train.log. Raises RunLocked when another launch owns the directory.
+    `log` defaults to OUT/train.log. Before anything in OUT changes, raises RunLocked when another launch owns it, and
+    OtherRun when it holds another run.
     """
     run = RunDirectory(config.train.out_dir).create()
-    log = log or run.train_log
-    log.parent.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run.lock)
     previous = lock.owner()
-    lock.acquire("launch")
-    with lock, sampled(config, processes):
-        supervisor = Supervisor(config, run, processes, log, options or LaunchOptions())
-        if previous is not None:
-            supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
-        return supervisor.run_to_its_end()
+    lock.acquire("launch", check=lambda: require_same_run(run, config))
+    log = log or run.train_log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with lock:
+        checkpoint_to_resume(run)  # refuses while nothing has changed
+        if is_complete(run, config):
+            say(nothing_to_do(run, config))
+            return ExitCode.DONE
+        with sampled(config, processes, lock):
+            supervisor = Supervisor(config, run, lock, processes, log, options or LaunchOptions())
+            if previous is not None:
+                supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
+            return supervisor.run_to_its_end()
+
+
+def is_complete(run: RunDirectory, config: Config) -> bool:
+    """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do."""
+    last = config.train.steps
+    if last not in run.checkpoints() or (config.train.csv and last not in CsvLog(run.val_csv, VAL_HEADER).steps()):
+        return False
+    return latest_valid_checkpoint(run, on_damaged=lambda message: None) == last
+
+
+def nothing_to_do(run: RunDirectory, config: Config) -> str:
+    last = run.checkpoint(config.train.steps)
+    further = "raise train.steps to continue, or name another train.out_dir to start over"
+    return f"{last} is the last step: nothing left to do; {further}"
 
 
 class Supervisor:
     """One run from its first start to its last exit."""
 
-    def __init__(self, config: Config, run: RunDirectory, processes: int, log: Path, options: LaunchOptions) -> None:
-        self.config, self.run, self.processes, self.log, self.options = config, run, processes, log, options
+    def __init__(
+        self, config: Config, run: RunDirectory, lock: RunLock, processes: int, log: Path, options: LaunchOptions
+    ) -> None:
+        self.config, self.run, self.lock, self.processes, self.options = config, run, lock, processes, options
+        self.log = log
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
-        self.watchdog = Watchdog(run, options.limits or limits_for(config))
+        self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
         self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
@@ -87,15 +111,21 @@ class Supervisor:
     def _prepare(self) -> None:
         if stale := HaltFile(self.run.halt).discard_stale(self.started):
             self.events.record("stale_halt", stale)
-        self._wait_for_orphans()
+        self._end_orphans()
+        record_changes(self.events, require_same_run(self.run, self.config), max(self.run.checkpoints(), default=0))
         write_text_atomic(self.run.config_yaml, self.config.to_yaml())
         self.watchdog.catch_up()
         self.options.budget.step_at_launch = self.watchdog.furthest_step
 
     def _attempts(self) -> int:
         while True:
-            checkpoint = self._checkpoint()
-            if checkpoint is not None and self._is_complete(checkpoint):
+            try:
+                checkpoint = self._checkpoint()
+            except DamagedCheckpoint as error:
+                self.events.record("end", str(error), exit_code=int(ExitCode.USAGE))
+                return ExitCode.USAGE
+            if is_complete(self.run, self.config):  # killed after the last evaluation, before it could exit
+                self.events.record("end", nothing_to_do(self.run, self.config), exit_code=0)
                 return ExitCode.DONE
             decision = self.options.budget.decide(self._attempt(checkpoint))
             if not decision.restart:
@@ -121,9 +151,11 @@ class Supervisor:
         )
         alarm = None
         while not workers.has_ended():
+            self._require_own_directory(workers)
             alarm = alarm or self._watch(workers)
             self._pass_on_stop(workers)
             wait_until(workers.has_ended, self.options.look_every_s)
+        self.lock.require_same_directory()
         self._end_stragglers()
         workers.close()
         self.watchdog.catch_up()
@@ -131,6 +163,15 @@ class Supervisor:
         code = true_exit_code(workers.process.returncode, self.watchdog.exit_codes())
         lasting, term_sent = self.watchdog.lasting_failure(), self.kill_at is not None
         return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting)
+
+    def _require_own_directory(self, workers: WorkerProcesses) -> None:
+        """End the run when OUT was moved or removed: what its workers wrote now would mix with another run's files."""
+        try:
+            self.lock.require_same_directory()
+        except DirectoryReplaced:
+            workers.send(signal.SIGKILL)
+            workers.close()
+            raise
 
     def _watch(self, workers: WorkerProcesses) -> Alarm | None:
         """Record the alarms, and stop the run for one that requires it; returns that alarm."""
@@ -188,17 +229,8 @@ class Supervisor:
             workers.send(signal.SIGKILL)
 
     def _checkpoint(self) -> Path | None:
-        step = latest_valid_checkpoint(self.run, on_damaged=lambda message: self.events.record("damaged", message))
+        step = checkpoint_to_resume(self.run, on_damaged=lambda message: self.events.record("damaged", message))
         return None if step is None else self.run.checkpoint(step)
-
-    def _is_complete(self, checkpoint: Path) -> bool:
-        """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do."""
-        last, validated = self.config.train.steps, CsvLog(self.run.val_csv, VAL_HEADER).steps()
-        complete = checkpoint == self.run.checkpoint(last) and (last in validated or not self.config.train.csv)
-        if complete:
-            further = "raise train.steps to go on, or name another train.out_dir to start over"
-            self.events.record("end", f"{checkpoint.name} is the last step: nothing left to do; {further}", exit_code=0)
-        return complete
 
     def _pause(self, seconds: float) -> int | None:
         """Wait before a restart; returns the exit code if a stop is requested in the meantime."""
@@ -211,12 +243,25 @@ class Supervisor:
             return ExitCode.HALTED
         return None
 
-    def _wait_for_orphans(self) -> None:
-        """Wait for the workers of a killed supervisor to exit: two trainers never share a directory."""
+    def _end_orphans(self) -> None:
+        """End the workers of a supervisor that was killed: two trainers never share a directory.
+
+        Their sidecars ask them to save and exit. What is still there afterwards is stuck, and is killed.
+        """
         lock = RunLock(self.run.trainer_lock)
-        if lock.is_held():
-            self.events.record("wait", f"a trainer (pid {(lock.owner() or {}).get('pid')}) still runs here; waiting")
-            wait_until(lambda: not lock.is_held() or bool(self.asked_to_stop), ORPHANS_EXIT_WITHIN_S)
+        if not lock.is_held():
+            return
+        self.watchdog.catch_up()
+        workers = {*self.watchdog.processes.values(), *filter(None, [lock.owner_process()])}
+        self.events.record("wait", f"a trainer (pid {(lock.owner() or {}).get('pid')}) still runs here; waiting")
+        wait_until(lambda: not lock.is_held() or bool(self.asked_to_stop), self.options.grace.orphan_s)
+        if lock.is_held() and not self.asked_to_stop:
+            stuck = sorted(worker.pid for worker in workers if worker.is_alive())
+            words = f"workers {stuck} of a supervisor that is gone are stuck; killing them"
+            self.events.record("kill", words)
+            for worker in workers:
+                worker.send(signal.SIGKILL)
+            wait_until(lambda: not lock.is_held(), self.options.grace.term_s)
         if lock.is_held():
             raise RunLocked(lock.refusal())
 
@@ -243,5 +288,15 @@ class Supervisor:
 
     def _say(self, message: str) -> None:
         self.screen.say(message)
-        with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
-            file.write(message + "\n")
+        if self.lock.is_same_directory():
+            with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
+                file.write(message + "\n")
+
+
+def _with_estimate(limits: Limits, run: RunDirectory) -> Limits:
+    """The limits with the step time that `tamis estimate` measured for this launch, if it did."""
+    info = read_info(run.run_info)
+    rate, tokens = info.get("estimate_toks_per_s"), info.get("tokens_per_step")
+    if not isinstance(rate, (int, float)) or not isinstance(tokens, int) or rate <= 0:
+        return limits
+    return replace(limits, expected_step_s=tokens / rate)

@@ -60,7 +60,7 @@ class Watchdog:
             beats = self._followers.setdefault(rank, HeartbeatFollower(path)).poll()
             self.history.add(beats)
             if beats and (rank not in self.processes or self.processes[rank].pid != beats[-1].pid):
-                self.processes[rank] = ProcessId.of(beats[-1].pid)
+                self.processes[rank] = ProcessId.recorded(beats[-1].pid, beats[-1].started, beats[-1].host)
 
     @property
     def furthest_step(self) -> int:

@@ -1,6 +1,7 @@
 """One owner per run directory, and process identities that a reused pid cannot fake."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tamis.run.files.lock import ProcessId, RunLock, RunLocked
+from tamis.run.files.lock import DirectoryReplaced, ProcessId, RunLock, RunLocked, this_host
 
 HOLDER = """
 import sys, time
@@ -75,3 +76,70 @@ def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:
 @pytest.mark.parametrize("text", ["", "12", "a:b", "12:"])
 def test_what_is_not_a_process_is_none(text: str) -> None:
     assert ProcessId.parse(text) is None
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_its_target_is_untouched(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    (tmp_path / ".lock").symlink_to(target)
+    with pytest.raises(OSError, match=r"\.lock is not a lock file but a link.*remove it"):
+        RunLock(tmp_path / ".lock").acquire("launch")
+    assert target.read_text() == "keep me"
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="is not a regular file"):
+        RunLock(tmp_path / "fifo").acquire("launch")
+    assert not RunLock(tmp_path / "fifo").is_held() and RunLock(tmp_path / "fifo").owner() is None
+
+
+def test_a_check_that_refuses_changes_no_byte(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        RunLock(tmp_path / ".lock").acquire("launch", refuse)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".lock").write_text("the owner that was killed")
+    answers = iter([None, ValueError("only under the lock")])
+
+    def refuse_later() -> None:
+        if error := next(answers):
+            raise error
+
+    with pytest.raises(ValueError, match="only under the lock"):
+        RunLock(tmp_path / ".lock").acquire("launch", refuse_later)
+    assert (tmp_path / ".lock").read_text() == "the owner that was killed"
+    assert not RunLock(tmp_path / ".lock").is_held()
+
+
+@pytest.mark.parametrize("how", ["moved", "moved and replaced", "removed"])
+def test_an_owner_finds_that_its_directory_was_moved_or_removed(tmp_path: Path, how: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with RunLock(out / ".lock") as lock:
+        lock.acquire("launch")
+        lock.require_same_directory()
+        if how == "removed":
+            shutil.rmtree(out)
+        else:
+            out.rename(tmp_path / "out.old")
+        if how == "moved and replaced":
+            out.mkdir()
+            (out / ".lock").touch()
+        with pytest.raises(
+            DirectoryReplaced, match=r"out is no longer the directory" if how == "removed" else "out.old"
+        ):
+            lock.require_same_directory()
+
+
+def test_a_process_of_another_host_is_unknown_and_never_signalled(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    mine = ProcessId.of(process.pid)
+    assert ProcessId.recorded(process.pid, mine.started, this_host()) == mine
+    foreign = ProcessId.recorded(process.pid, mine.started, "elsewhere:00000000")
+    foreign.send(signal.SIGKILL)
+    assert (foreign.state(), mine.state()) == ("unknown", "running")
+    with RunLock(tmp_path / ".lock") as lock:
+        lock.acquire("launch")
+        assert lock.owner_process() == ProcessId.of(os.getpid())
+    process.kill()
+    process.wait()
