@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tamis.config import Config, ConfigError, load_config
+import yaml
+
+from tamis.config import Config, ConfigError, build_config
+from tamis.config.yaml_file import read_value
 from tamis.run.checks.findings import utc
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
-from tamis.run.files.reading import is_regular, read_last_lines
+from tamis.run.files.reading import is_regular, read_last_lines, read_text
 from tamis.run.supervise.sampler import UsageSample, read_usage, usage_csv
 
 MOST_CSV_BYTES = 256 << 20
@@ -134,10 +137,22 @@ def launch_folders(info: dict[str, Any]) -> list[Path]:
 
 
 def read_config(directory: RunDirectory) -> Config | None:
+    """The configuration in OUT/config.yaml; None when it is missing or cannot be read."""
     try:
-        return load_config(directory.config_yaml) if is_regular(directory.config_yaml) else None
-    except ConfigError:
+        return parse_config(read_text(directory.config_yaml))
+    except (OSError, ValueError):
         return None
+
+
+@lru_cache(maxsize=8)  # the monitor reads the same text every two seconds, and YAML is slow
+def parse_config(text: str) -> Config:
+    try:
+        tree = read_value(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError("not a YAML mapping")
+    return build_config(tree)
 
 
 def read_training(path: Path) -> list[TrainingRow]:
@@ -150,12 +165,13 @@ def read_validation(path: Path) -> list[ValidationRow]:
 
 def _number_rows(path: Path, columns: int) -> list[list[float]]:
     """Complete rows of numbers, without the header and without a line cut short by a kill."""
-    lines = read_last_lines(path, MOST_CSV_BYTES)
-    return [row for row in map(_numbers, lines) if row and len(row) == columns and 0 <= row[0] < 2**53]
+    return [row for line in read_last_lines(path, MOST_CSV_BYTES) if (row := parse_row(line, columns)) is not None]
 
 
-def _numbers(line: bytes) -> list[float] | None:
+def parse_row(line: bytes, columns: int) -> list[float] | None:
+    """The numbers of one row, the first of them a step; None for the header and anything else."""
     try:
-        return [float(cell) for cell in line.split(b",")]
+        row = [float(cell) for cell in line.split(b",")]
     except ValueError:
         return None
+    return row if len(row) == columns and 0 <= row[0] < 2**53 else None

@@ -22,6 +22,7 @@ from tamis.run.checks.findings import (
     print_findings,
     write_findings,
 )
+from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.locate import existing_run
 from tamis.run.phases import PHASES, read_go_no_go
@@ -139,6 +140,8 @@ def judge_run(run_dir: str | Path, *, console: Console | None = None) -> int:
     console.print(
         f"reading {directory.path}: checking all checkpoint sums and loading the newest …", soft_wrap=True, markup=False
     )
+    for problem in file_problems(directory):
+        console.print(f"unreadable file: {problem}", soft_wrap=True, markup=False, highlight=False)
     results = judge_runbooks(read_evidence(directory))
     for title, findings in results.items():
         print_findings(title, findings, console)

@@ -223,6 +223,7 @@ class HeartbeatFollower:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.problem: str | None = None  # why the file could not be read at the last look
         self._inode = 0
         self._offset = 0
 
@@ -236,8 +237,11 @@ class HeartbeatFollower:
                     self._offset = 0
                 self._inode = inode
                 fresh += self._lines_after(file, MOST_BYTES_PER_POLL)
-        except OSError:  # there is no file yet, or none that can be read
-            pass
+            self.problem = None
+        except FileNotFoundError:
+            self.problem = None
+        except OSError as error:
+            self.problem = str(error)
         return [beat for beat in map(Heartbeat.from_line, fresh) if beat is not None]
 
     def _rest_of_previous(self) -> list[bytes]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def read_info(path: Path) -> dict[str, Any]:
     return {key: value for key, value in info.items() if _has_its_type(key, value)}
 
 
-def parse_info(text: str) -> dict[str, Any]:
+@lru_cache(maxsize=32)  # the monitor reads the same text every two seconds, and YAML is slow
+def parse_info(text: str) -> Mapping[str, Any]:
     """All fields; a ValueError when the text is no YAML mapping."""
     try:
         info = read_value(text)

@@ -22,6 +22,7 @@ from pathlib import Path
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, utc, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
+from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -90,6 +91,7 @@ def collect(
             missing += [f"missing: {target}, the run did not write it"] if target in required_files(evidence) else []
         except OSError as error:
             missing.append(f"missing: {target}: {error}")
+    missing += [f"unreadable file: {problem}" for problem in file_problems(directory)]
     missing += _add_checkpoint(directory, folder, redact, environment, say)
     results = judge_runbooks(evidence)
     every = [finding for findings in results.values() for finding in findings]

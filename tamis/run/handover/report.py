@@ -18,6 +18,7 @@ from markupsafe import Markup
 from tamis.run.checks.evidence import Evidence, read_evidence
 from tamis.run.checks.findings import Finding, parse_findings, utc, verdict
 from tamis.run.checks.runbooks import judge_runbooks
+from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
 from tamis.run.files.records import write_text_atomic
@@ -71,6 +72,7 @@ def report_page(
         chart_count=len(charts),
         charts=_json(charts),
         tables=[*(_table(title, findings) for title, findings in results.items()), *_phase_tables(evidence)],
+        problems=file_problems(evidence.directory),
         facts={key: _fact(value) for key, value in evidence.info.items()},
         checkpoints=[_checkpoint_cells(evidence, step) for step in evidence.directory.checkpoints()],
         events=[_event_cells(event) for event in evidence.events[-SHOWN_EVENTS:]],

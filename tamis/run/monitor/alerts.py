@@ -8,6 +8,7 @@ from typing import Literal
 
 from tamis.config import Config
 from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, parameter_count
+from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import MIB, free_disk_mib
@@ -57,6 +58,7 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
         alerts.append(Alert("problem", f"anomaly on record: {anomaly}"))
     if HaltFile(directory.halt).requested():
         alerts.append(Alert("note", f"halt requested: {HaltFile(directory.halt).reason()}"))
+    alerts += [Alert("problem", f"unreadable file: {problem}") for problem in file_problems(directory)]
     unfinished = set(directory.checkpoint_traces()) - set(directory.checkpoints())
     alerts += [Alert("note", f"checkpoint of step {step} is unfinished; it is never used") for step in unfinished]
     return alerts

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.file_problems import file_problems
 from tamis.run.files.console import say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
@@ -111,6 +112,8 @@ class Supervisor:
     def _prepare(self) -> None:
         if stale := HaltFile(self.run.halt).discard_stale(self.started):
             self.events.record("stale_halt", stale)
+        for problem in file_problems(self.run):
+            self.events.record("unreadable_file", problem)
         self._end_orphans()
         record_changes(self.events, require_same_run(self.run, self.config), max(self.run.checkpoints(), default=0))
         write_text_atomic(self.run.config_yaml, self.config.to_yaml())

@@ -51,13 +51,15 @@ class Watchdog:
         self.catch_up()
         states = {rank: process.state() for rank, process in self.processes.items()}
         alarms = stall_alarms(self.history, states, self.limits, disk_is_full=_is_full(self.run.path))
-        return [alarm for alarm in alarms + health_alarms(self.history, self.limits) if self._is_news(alarm)]
+        alarms += [*health_alarms(self.history, self.limits), *self._unreadable_files()]
+        return [alarm for alarm in alarms if self._is_news(alarm)]
 
     def catch_up(self) -> None:
         """Read what the ranks have written since the last look."""
         self.history.tick(self._clock())
         for rank, path in self.run.heartbeats().items():
             beats = self._followers.setdefault(rank, HeartbeatFollower(path)).poll()
+            beats = [beat for beat in beats if beat.rank == rank]
             self.history.add(beats)
             if beats and (rank not in self.processes or self.processes[rank].pid != beats[-1].pid):
                 self.processes[rank] = ProcessId.recorded(beats[-1].pid, beats[-1].started, beats[-1].host)
@@ -86,6 +88,13 @@ class Watchdog:
         """The error of a rank that marked it as lasting: another try would end the same way."""
         finals = [rank.last for rank in self.history.ranks.values() if rank.last and rank.last.is_final]
         return next((beat.detail or beat.phase for beat in finals if beat.lasting), None)
+
+    def _unreadable_files(self) -> list[Alarm]:
+        return [
+            Alarm("unreadable_file", "note", follower.problem, rank)
+            for rank, follower in self._followers.items()
+            if follower.problem
+        ]
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self.processes and self.processes[rank].state() == "dead"
