@@ -1,7 +1,8 @@
 """φ compresses every block of `l` keys (or values), one each `d` tokens, into a single one.
 
 A block is `l/d` pieces of `d` tokens, shared with its neighbours. The first matrix is applied to each piece once for
-each offset the piece may have in a block; the results are shifted and added. No overlapping copy is made.
+each offset the piece may have in a block; the results are shifted and added. No overlapping copy is made. Blocks of
+packed documents (`layout`) begin anywhere in the row, so their tokens are gathered.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tamis.attention.packing import CompressedLayout
 from tamis.attention.spec import NSASpec
 
 
@@ -20,7 +22,10 @@ class MeanCompression(nn.Module):
         super().__init__()
         self.spec = spec
 
-    def forward(self, x_BSGD: Tensor) -> Tensor:
+    def forward(self, x_BSGD: Tensor, layout: CompressedLayout | None = None) -> Tensor:
+        """Return `[B,N,G,D]`, one per block."""
+        if layout is not None:
+            return _gather(x_BSGD, layout, self.spec).float().mean(dim=2).to(x_BSGD.dtype)
         pieces = _pieces(x_BSGD, self.spec).float().mean(dim=2)  # [B, P, G, D]
         per_block = self.spec.pieces_per_compressed
         blocks = self.spec.compressed_blocks(x_BSGD.shape[1])
@@ -37,16 +42,25 @@ class LearnedCompression(nn.Module):
         self.hidden = nn.Linear(spec.l * dim, dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x_BSGD: Tensor) -> Tensor:
+    def forward(self, x_BSGD: Tensor, layout: CompressedLayout | None = None) -> Tensor:
+        """Return `[B,N,G,D]`, one per block."""
         spec, dim = self.spec, x_BSGD.shape[-1]
         per_block, blocks = spec.pieces_per_compressed, spec.compressed_blocks(x_BSGD.shape[1])
         weight = self.hidden.weight.view(dim, per_block, spec.d * dim)
         # The product of the offset embedding and the first matrix is a constant, so it joins the bias.
         bias = self.hidden.bias + self.hidden.weight @ self.place.flatten()
+        if layout is not None:
+            blocks_BNGK = _gather(x_BSGD, layout, spec).transpose(2, 3).flatten(3)  # [B, N, G, l·D]
+            return self.out(F.silu(F.linear(blocks_BNGK, self.hidden.weight, bias)))
         pieces = _pieces(x_BSGD, spec).transpose(2, 3).flatten(3)  # [B, P, G, d·D]
         partial = F.linear(pieces, weight.permute(1, 0, 2).reshape(per_block * dim, -1)).unflatten(-1, (per_block, dim))
         total = sum(partial[:, m : m + blocks, :, m] for m in range(per_block))
         return self.out(F.silu(total + bias))
+
+
+def _gather(x_BSGD: Tensor, layout: CompressedLayout, spec: NSASpec) -> Tensor:
+    """Return `[B, N, l, G, D]`: the tokens of every block of a packed row."""
+    return x_BSGD[:, layout.first_token[:, None] + torch.arange(spec.l, device=x_BSGD.device)]
 
 
 def _pieces(x_BSGD: Tensor, spec: NSASpec) -> Tensor:

@@ -22,6 +22,7 @@ from tamis.attention.checks import (
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
+from tamis.attention.packing import compressed_layout
 from tamis.attention.spec import NSASpec
 
 Backend = Literal["auto", "reference", "triton"]
@@ -89,12 +90,12 @@ def nsa(
         `[B,S,H,D]` in the dtype of `q`.
     """
     check_layout(q, k, v, gates)
-    if cu_seqlens is not None:
-        raise NotImplementedError("cu_seqlens: packed documents are not supported yet; pass one document per row")
     if scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
+    layout = None if cu_seqlens is None else compressed_layout(cu_seqlens, q.shape[1], spec)
     compress = MeanCompression(spec)
-    return nsa_attention(q, compress(k), compress(v), k, v, k, v, gates, spec, backend)
+    k_cmp, v_cmp = compress(k, layout), compress(v, layout)
+    return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend, cu_seqlens=cu_seqlens)
 
 
 def select_blocks(

@@ -14,6 +14,7 @@ from tamis.attention.cache import Cache, NSACache
 from tamis.attention.compress import LearnedCompression, MeanCompression
 from tamis.attention.decode import decode_attention, tile_attention
 from tamis.attention.functional import Backend, nsa_attention
+from tamis.attention.packing import compressed_layout
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -70,21 +71,36 @@ class NSAAttention(nn.Module):
     def max_len(self) -> int:
         return self.rotary.cos.shape[0]
 
-    def forward(self, x_BSE: Tensor) -> Tensor:
-        """Return the output `[B,S,dim]` for `x [B,S,dim]`."""
-        return self.with_gates(x_BSE)[0]
+    def forward(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Return the output `[B,S,dim]` for `x [B,S,dim]`.
 
-    def with_gates(self, x_BSE: Tensor) -> tuple[Tensor, Tensor]:
+        With `cu_seqlens`, int32 `[documents + 1]`, B is 1 and the row holds documents of up to `max_len` tokens each:
+        document `i` is tokens `cu_seqlens[i] … cu_seqlens[i+1]−1`, and each attends as if it were alone.
+        """
+        return self.with_gates(x_BSE, cu_seqlens)[0]
+
+    def with_gates(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output and the gates `[B,S,H,3]`."""
-        if x_BSE.shape[1] > self.max_len:
+        if x_BSE.shape[1] > self.max_len and cu_seqlens is None:
             raise ValueError(f"{x_BSE.shape[1]} tokens are more than max_len={self.max_len} of this layer")
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE)
+        cos, sin = self.rotary.tables(x_BSE.shape[1], cu_seqlens)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, cos, sin)
         gates = self.gates(logits.flatten(2))
-        k_cmp, v_cmp = self.compress(k_cmp, v_cmp)
-        mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend)
+        if cu_seqlens is None:
+            k_cmp, v_cmp = self.compress(k_cmp, v_cmp)
+        else:
+            k_cmp, v_cmp = self._compress_packed(k_cmp, v_cmp, cu_seqlens)
+        mixed = nsa_attention(
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend, cu_seqlens=cu_seqlens
+        )
         return self.out(mixed.flatten(2)), gates
 
-    def _parts(self, x_BSE: Tensor) -> list[Tensor]:
+    def _compress_packed(self, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        layout = compressed_layout(cu_seqlens, k_BSGD.shape[1], self.spec)
+        k, v = self.compress_k(k_BSGD, layout), self.compress_v(v_BSGD, layout)
+        return self.rotary(k, layout.last_position), v
+
+    def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """Return queries, keys and values as attention takes them, and the gates' logits as padded heads.
 
         All come from one product: with two, each would read the tokens and produce a gradient to be added.
@@ -93,7 +109,7 @@ class NSAAttention(nn.Module):
         gate_weight = F.pad(self.gate.weight, (0, 0, 0, gate_heads * self.dim - self.gate.out_features))
         heads = F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
         sizes = [self.heads, *[self.groups] * 6, gate_heads]
-        return split_heads(heads, self.rotary.cos, self.rotary.sin, sizes, ROTATED)
+        return split_heads(heads, cos, sin, sizes, ROTATED)
 
     def new_cache(self, batch: int, max_len: int | None = None) -> Cache:
         """Return an empty cache for `batch` sequences of up to `max_len` tokens, for `prefill` and `step`."""

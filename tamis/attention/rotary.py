@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tamis.attention.packing import positions_in_documents
+
 
 class Rotary(nn.Module):
     """Tables of cosines and sines for positions 0 … length−1, applied per head to pairs (i, i + D/2)."""
@@ -23,6 +25,13 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         self.cos: Tensor
         self.sin: Tensor
+
+    def tables(self, tokens: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of a row's tokens; positions restart at every packed document."""
+        if cu_seqlens is None:
+            return self.cos, self.sin
+        positions = positions_in_documents(cu_seqlens, tokens)
+        return self.cos[positions], self.sin[positions]
 
     def forward(self, x_BSHD: Tensor, positions_S: Tensor) -> Tensor:
         return rotate(x_BSHD, self.cos[positions_S], self.sin[positions_S])

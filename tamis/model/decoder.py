@@ -37,7 +37,9 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(model.dim, model.d_ff)
         self.with_statistics = kind == "nsa" and config.train.aux_stats
 
-    def forward(self, x_BSE: Tensor, branch_BSE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(
+        self, x_BSE: Tensor, branch_BSE: Tensor, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the residual stream, the branch still to be added to it, and the gate statistics.
 
         The next block's norm does the addition, because it reads the stream anyway.
@@ -45,10 +47,10 @@ class Block(nn.Module):
         x_BSE, normed = self.attention_norm.of_sum(x_BSE, branch_BSE)
         statistics = None
         if self.with_statistics:
-            attended, gates = cast(NSAAttention, self.attention).with_gates(normed)
+            attended, gates = cast(NSAAttention, self.attention).with_gates(normed, cu_seqlens)
             statistics = gate_statistics(gates)
         else:
-            attended = self.attention(normed)
+            attended = self.attention(normed, cu_seqlens)
         x_BSE, normed = self.feed_forward_norm.of_sum(x_BSE, attended)
         return x_BSE, self.feed_forward(normed), statistics
 
@@ -133,18 +135,25 @@ class Decoder(nn.Module):
             return MATRIX_GAIN / (2 * len(self.blocks)) ** 0.5  # keeps the residual stream's variance level with depth
         return MATRIX_GAIN
 
-    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the final hidden states `[B,S,E]` and the gate statistics `[NSA layers, 5]`, or None."""
+    def forward(self, tokens_BS: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the final hidden states `[B,S,E]` and the gate statistics `[NSA layers, 5]`, or None.
+
+        `cu_seqlens`, int32 `[documents + 1]`, packs documents: their offsets in the B·S tokens, row after row, from 0
+        to B·S. Repeat B·S to pad the offsets to a fixed size. No document crosses the end of a row.
+        """
         self._check_length(tokens_BS)
         x, statistics = self.embedding(tokens_BS), []
+        if cu_seqlens is not None:
+            x = x.flatten(0, 1)[None]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         branch: Tensor = _NoBranch.apply(x)  # type: ignore[no-untyped-call]
         for block in self.blocks:
-            x, branch, block_statistics = self._run(block, x, branch)
+            x, branch, block_statistics = self._run(block, x, branch, cu_seqlens)
             if block_statistics is not None:
                 statistics.append(block_statistics)
-        return self.norm.of_sum(x, branch)[1], torch.stack(statistics) if statistics else None
+        hidden = self.norm.of_sum(x, branch)[1].view(*tokens_BS.shape, -1)
+        return hidden, torch.stack(statistics) if statistics else None
 
     def compile_blocks(self) -> None:
         """Compile one block for all layers, which is much faster than compiling the whole model."""
@@ -189,14 +198,19 @@ class Decoder(nn.Module):
     def _blocks(self) -> list[Block]:
         return cast(list[Block], self.blocks)
 
-    def _run(self, block: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _run(
+        self, block: nn.Module, x: Tensor, branch: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.config.runtime.gradient_checkpointing and self.training:
-            return checkpoint(block, x, branch, use_reentrant=False)
-        return block(x, branch)
+            return checkpoint(block, x, branch, cu_seqlens, use_reentrant=False)
+        return block(x, branch, cu_seqlens)
 
-    def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mean cross-entropy in nats of every token after the first, and the gate statistics."""
-        hidden, statistics = self(tokens_BS1[:, :-1])
+    def loss(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the mean cross-entropy in nats of every token after the first, and the gate statistics.
+
+        `cu_seqlens` holds the offsets of packed documents in the B·S inputs, as for `forward`.
+        """
+        hidden, statistics = self(tokens_BS1[:, :-1], cu_seqlens)
         targets = tokens_BS1[:, 1:].flatten()
         value = linear_cross_entropy(hidden.flatten(0, 1), self.embedding.weight, targets, self.config.vocab_size)
         return value, statistics

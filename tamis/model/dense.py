@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention.decode import use_kernels
+from tamis.attention.packing import document_of_tokens
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.config import Config
 
@@ -43,12 +45,15 @@ class DenseAttention(nn.Module):
         self.project = nn.Linear(model.dim, (model.n_heads + 2 * model.n_kv_groups) * model.d_k, bias=False)
         self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
 
-    def forward(self, x_BSE: Tensor) -> Tensor:
+    def forward(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Return the output `[B,S,E]`; `cu_seqlens` packs documents, as for `NSAAttention`."""
         sizes, rotated = [self.heads, self.groups, self.groups], [True, True, False]
-        q, k, v = split_heads(self._heads(x_BSE), self.rotary.cos, self.rotary.sin, sizes, rotated)
-        return self.out(self._attend(q, k, v).flatten(2))
+        q, k, v = split_heads(self._heads(x_BSE), *self.rotary.tables(x_BSE.shape[1], cu_seqlens), sizes, rotated)
+        return self.out(self._attend(q, k, v, cu_seqlens).flatten(2))
 
-    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if cu_seqlens is not None:
+            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens)
         return causal_attention(q_BSHD, k_BSGD, v_BSGD)
 
     def layer_cache(self, batch: int, max_len: int) -> DenseCache:
@@ -98,6 +103,26 @@ def causal_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
+
+
+def packed_attention(
+    q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, window: int | None = None
+) -> Tensor:
+    """Return causal attention `[1,S,H,D]` inside each document; with `window`, over the newest keys alone."""
+    tokens = q_1SHD.shape[1]
+    k, v = (x.repeat_interleave(q_1SHD.shape[2] // x.shape[2], dim=2) for x in (k_1SGD, v_1SGD))
+    if q_1SHD.is_cuda and q_1SHD.element_size() == 2:
+        from torch.nn.attention.varlen import varlen_attn  # here, because it loads slowly
+
+        reach = (-1 if window is None else window - 1, 0)
+        q, k, v = (x[0] for x in (q_1SHD, k, v))
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, tokens, tokens, window_size=reach)
+        return cast(Tensor, out)[None]
+    document = document_of_tokens(cu_seqlens, tokens)
+    distance = torch.arange(tokens, device=document.device)[:, None] - torch.arange(tokens, device=document.device)
+    visible = (document[:, None] == document) & (distance >= 0) & (distance < (window or tokens))
+    q, k, v = (x.transpose(1, 2) for x in (q_1SHD, k, v))
+    return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
 
 
 def takes_groups(q: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tamis.attention.cache import Ring
 from tamis.attention.rotary import Rotary
 from tamis.config import Config
-from tamis.model.dense import DenseAttention, causal_attention
+from tamis.model.dense import DenseAttention, causal_attention, packed_attention
 
 
 class WindowCache:
@@ -36,7 +36,9 @@ class WindowAttention(DenseAttention):
         super().__init__(config, rotary)
         self.window = config.nsa.w
 
-    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if cu_seqlens is not None:
+            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.window)
         return window_attention(q_BSHD, k_BSGD, v_BSGD, self.window)
 
     def layer_cache(self, batch: int, max_len: int) -> WindowCache:  # type: ignore[override]

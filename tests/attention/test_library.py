@@ -94,6 +94,25 @@ def test_prefill_and_steps_equal_one_pass_of_the_layer(phi: str) -> None:
         module.step(x[:, 0], cache)
 
 
+@pytest.mark.parametrize("phi", ["mlp", "avg"])
+def test_packed_documents_of_a_layer_attend_as_if_alone(phi: str) -> None:
+    module, lengths = layer(phi=phi), [1, 33, 7, 19]
+    x = tokens(sum(lengths), batch=1)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    alone = torch.cat([module(document) for document in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(module(x, cu_seqlens), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_documents_of_nsa_attend_as_if_alone() -> None:
+    lengths = [20, 1, 29]
+    row = [x[:1] for x in inputs(50)]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    alone = [nsa(*document, SPEC) for document in zip(*(x.split(lengths, dim=1) for x in row), strict=True)]
+    torch.testing.assert_close(nsa(*row, SPEC, cu_seqlens=cu_seqlens), torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="one packed row"):
+        nsa(*inputs(50), SPEC, cu_seqlens=cu_seqlens)
+
+
 def test_a_wrong_size_is_named() -> None:
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads, got 4 and 3"):
         NSAAttention(24, 4, 3, 8, SPEC)

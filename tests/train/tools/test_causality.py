@@ -27,8 +27,8 @@ def test_a_causal_model_passes_and_the_log_records_it(config, attention, tmp_pat
 def test_a_model_that_sees_the_next_token_fails(config, tmp_path, monkeypatch, capsys) -> None:
     honest = Block.forward
 
-    def peeks(self, x, branch):
-        out, *rest = honest(self, x, branch)
+    def peeks(self, x, branch, *packing):
+        out, *rest = honest(self, x, branch, *packing)
         return out + 1e-3 * x.roll(-1, dims=1), *rest
 
     monkeypatch.setattr(Block, "forward", peeks)

@@ -28,8 +28,8 @@ def test_a_causal_model_passes(attention: str) -> None:
 def test_a_layer_that_sees_one_token_ahead_fails_causality(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = NSAAttention.with_gates
 
-    def leaking(self, x):
-        out, gates = honest(self, x)
+    def leaking(self, x, cu_seqlens=None):
+        out, gates = honest(self, x, cu_seqlens)
         return out + x.roll(-1, dims=1), gates
 
     monkeypatch.setattr(NSAAttention, "with_gates", leaking)
@@ -38,7 +38,7 @@ def test_a_layer_that_sees_one_token_ahead_fails_causality(monkeypatch: pytest.M
 
 
 def test_a_model_that_ignores_its_input_does_not_pass_as_causal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck.Decoder, "forward", lambda self, tokens: (torch.zeros(*tokens.shape, 32), None))
+    monkeypatch.setattr(selfcheck.Decoder, "forward", lambda self, tokens, *_: (torch.zeros(*tokens.shape, 32), None))
     causality, _ = selfcheck.model_is_causal(tiny(), CPU)
     assert not causality.passed
 
