@@ -52,7 +52,7 @@ def test_every_command_of_the_documents_is_in_a_runbook_or_among_the_differences
     assert (len(DOCUMENTS), count) == (5, 70), "a document was changed, or its commands are no longer found"
 
 
-def test_every_difference_has_a_document_and_says_what_holds() -> None:
+def test_every_difference_names_a_document_and_what_holds() -> None:
     rows = [row.strip("|").split("|") for row in DIFFERENCES.splitlines() if re.match(r"\| \d", row)]
     assert len(rows) >= 25
     for row in rows:

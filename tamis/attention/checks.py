@@ -1,4 +1,4 @@
-"""What attention refuses: tensors that do not fit together. Each message names the tensor and says what was expected.
+"""What attention refuses: tensors that do not fit together. Each message names the tensor and what was expected.
 
 Nothing here asks a GPU for a value, and so makes the host wait, but `check_ids`. The functions of the branches take
 `trusted=True` from a caller that has checked its inputs already: an op that runs for every layer pays for it once.

@@ -1,6 +1,6 @@
 """The one door to attention: checks the inputs, then runs the Triton kernels or the reference.
 
-Which one runs depends on where the tensors are, never on a switch that changes what is computed; `describe` says which
+Which one runs depends on where the tensors are, never on a switch that changes what is computed; `describe` names it
 and why, and `verify.verify` proves that both agree on the present device.
 """
 
@@ -135,7 +135,7 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> 
 
 
 def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
-    """One line that says what computes attention for such tensors, and why."""
+    """Return one line: what computes attention for such tensors, and why."""
     device = torch.device(device)
     reason = why_no_kernels(device, dtype, dim)
     if reason:

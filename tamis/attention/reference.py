@@ -138,7 +138,7 @@ def _top_blocks(q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int) -
     newest = position[:, None] // spec.l_sel
     forced = (block == 0) | (block == newest) | (block == newest - 1)
     ranked = scores_BGSJ.masked_fill(forced, float("inf")).masked_fill(block > newest, -1.0)
-    # A stable sort gives ties to the lower index; topk promises nothing about them.
+    # A stable sort gives ties to the lower index; topk gives them no order.
     best, ids = torch.sort(ranked, dim=-1, descending=True, stable=True)
     best, ids = best[..., : spec.n_sel], ids[..., : spec.n_sel]
     unused = torch.iinfo(torch.int32).max

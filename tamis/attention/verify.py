@@ -27,7 +27,7 @@ BRANCH_OF = {"k_cmp": 0, "v_cmp": 0, "k_sel": 1, "v_sel": 1, "k_win": 2, "v_win"
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: relative RMSE unless the name says otherwise."""
+    """One comparison: relative RMSE unless the name states another measure."""
 
     name: str
     measured: float
@@ -71,7 +71,7 @@ def odd_length(spec: NSASpec) -> int:
 def length_like(seq_len: int, heads: int, spec: NSASpec) -> int:
     """At which to prove kernels that train on `seq_len`: there itself, or where the reference would not fit, shorter.
 
-    Triton compiles a kernel anew for lengths that divide otherwise. At the length of training nearly all that is proved
+    Triton compiles a kernel again for lengths with another divisibility. At the length of training nearly all that is proved
     is the machine code that trains, and the first step finds it compiled.
     """
     enough = 5 * spec.n_sel * spec.l_sel  # tokens from which on a long sequence's forms all take part

@@ -1,4 +1,4 @@
-"""Proof on the present device that attention over the caches is what the specification says: steps, and tiles."""
+"""Proof on the present device that attention over the caches agrees with the specification: steps, and tiles."""
 
 from __future__ import annotations
 

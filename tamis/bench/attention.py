@@ -1,4 +1,4 @@
-"""`tamis bench attention`: Native Sparse Attention, whole and in parts, beside PyTorch's dense attention, in one run.
+"""`tamis bench attention`: Native Sparse Attention, whole and in parts, and PyTorch's dense attention, in one run.
 
 Tokens per call stay the same whatever the length. The kernels must first agree with the reference on this device, or
 nothing is reported. Prints tables for people; the verb adds the document as one line of JSON.

@@ -89,7 +89,7 @@ class RecordedCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_backward_makes_no_gradients_of_zeros_for_outputs_nobody_uses():
+def test_backward_makes_no_gradients_of_zeros_for_outputs_that_are_not_used():
     """The op also returns what its backward needs; zeros for those would cost 0.3 GiB at 64k tokens."""
     inputs = random_inputs(SMALL, tokens=9, groups=1, heads_per_group=2)
     out = by_kernels(*inputs)

@@ -113,7 +113,7 @@ def test_a_tile_is_scored_and_listed_in_chunks_like_a_whole_sequence(poisoned_me
 
 @pytest.mark.parametrize("spec", SPECS[:3])
 def test_a_position_on_the_device_gives_what_its_number_gives(spec: NSASpec) -> None:
-    """Over caches with room to spare: they are handed over whole, since only the device knows where the tile ends."""
+    """Caches with unused capacity are passed whole, since only the device holds the position where the tile ends."""
     start, end, room = 60, 99, 140
     inputs = inputs_of(spec, room)
     views, first_key = caches_at(inputs, spec, start, end)

@@ -125,7 +125,7 @@ def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
     """Whether the tensor memory accelerator copies tiles of these: on Hopper, at head dim 128 in half precision.
 
     Tiles of queries must be whole tokens: else addresses of rows take the registers that copies free. At head dim 64 it
-    gained little, and the host has to describe the tensors anew for every launch.
+    gained little, and the host has to describe the tensors at every launch.
     """
     return LEAST_ROWS % heads_per_group == 0 and all(
         x.shape[-1] == 128 and x.element_size() == 2 and not is_ampere(x) and x.numel() > 0

@@ -44,7 +44,7 @@ def test_ids_are_those_of_the_reference(poisoned_memory, dtype, spec, tokens, he
 
 
 def test_equal_scores_give_the_lower_index(poisoned_memory):
-    """Keys of zero score all visible blocks alike, but for what the edges take away."""
+    """Keys of zero score all visible blocks alike, except for what the edges take away."""
     q, k_cmp, *_ = random_inputs(SMALL, tokens=203, groups=1)
     zero = torch.zeros_like(k_cmp)
     assert torch.equal(selected(q, zero, SMALL), reference.select_blocks(q, zero, SMALL))

@@ -1,6 +1,6 @@
 """Triton: which blocks one query attends to, from the logits that a scan of the compressed keys left.
 
-Every program that walks chosen tokens makes this choice anew, so it must be quick: whole vectors are read without
+Every program that walks selected tokens repeats this choice, so it must be quick: whole vectors are read without
 masks, and of the scores only the best runs are sorted. Logits and log-sum-exps are in base 2.
 """
 

@@ -28,7 +28,7 @@ from tamis.attention.spec import NSASpec
 
 FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
 SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch, before groups are packed
-WALKERS = 128  # of chosen tokens, in the second: each chooses the blocks anew, so one for each multiprocessor
+WALKERS = 128  # of chosen tokens, in the second: each repeats the choice of blocks, so one for each multiprocessor
 MOST_WALKERS = 8  # of one pair
 MOST_SPLITS = 64  # of one branch; merging more costs more than the shorter walk saves
 LEAST_ROWS = 16  # of a product
@@ -244,7 +244,7 @@ def _finish_kernel(
             read += tl.sum(seen.to(tl.int32), 0)
         _store_split(part, part_lse, part_reads + qg * x, x_cmp + split, m, total, acc, read, R, RP, D, DP)
 
-    tl.debug_barrier()  # every thread's share is stored before one of them says so
+    tl.debug_barrier()  # every thread's share is stored before one of them signals it
     if tl.atomic_add(arrived + qg, 1) == x_sel + x_win:
         mixed = tl.load(part + (x - 1) * R * D + at, mask=mask, other=0.0, cache_modifier=".cg")
         part += x_cmp * R * D

@@ -155,7 +155,7 @@ def _merge_key_gradients(
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the items of a block's lists, one to a segment; but for ALL, lists of one item are finished already."""
+    """Add up the items of a block's lists, one to a segment; unless ALL, lists of one item are finished already."""
     block = tl.program_id(0) % blocks
     group = tl.program_id(0) // blocks % G
     sequence = first_segment // per_sequence + tl.program_id(0) // (blocks * G)

@@ -1,7 +1,7 @@
 """Which queries chose each block: the inverse of the selection, built on the device without asking the host.
 
 A *pair* is one query token together with one of its chosen blocks. The backward pass, and the forward pass of long
-sequences, keep a block's keys and values at hand and walk the tokens that chose it, and so need the pairs sorted by
+sequences, hold a block's keys and values and walk the tokens that chose it, and so need the pairs sorted by
 block. Tokens are ascending within a list: the order of summation is fixed, so the same inputs give the same bits.
 
 Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
@@ -270,7 +270,7 @@ def _cut_lists(
 
 
 def sizes_of(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, Any]:
-    """Compile-time sizes: keys at hand BN (a power of two), SUB such tiles per block, padded head dim BD."""
+    """Compile-time sizes: keys held BN (a power of two), SUB such tiles per block, padded head dim BD."""
     heads, dim = q_BSHD.shape[2:]
     keys, parts = block_tiles(spec)
     return {

@@ -1,4 +1,4 @@
-"""Selected attention, block by block: keys and values stay at hand while the tokens that chose the block pass by.
+"""Selected attention, block by block: keys and values are held while the loop walks the tokens that chose the block.
 
 Work is exactly the chosen pairs, whatever the choices. The price is one partial output per pair, written once and
 joined in slot order by a second kernel.
@@ -92,7 +92,7 @@ def pairs_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
 
-    `early` forces the next tile's queries to be read before the softmax of the one at hand, or after it.
+    `early` forces the next tile's queries to be read before the softmax of the current one, or after it.
     """
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
