@@ -15,8 +15,8 @@ import torch
 
 from tamis.attention import functional as backend
 from tamis.attention.verify import verify
-from tamis.bench import attention_parts as things
-from tamis.bench.attention_parts import SHAPES, Shape, Timed
+from tamis.bench import branches
+from tamis.bench.branches import SHAPES, Shape, Timed
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 TOKENS = 65536
@@ -66,20 +66,20 @@ def measure_length(
     shape: Shape, length: int, tokens: int, place: torch.device, dtype: torch.dtype, repeats: int, ceilings: dict
 ) -> list[dict[str, Any]]:
     batch = max(1, tokens // length)
-    floor = things.least_work(shape, batch, length, dtype.itemsize)
+    floor = branches.least_work(shape, batch, length, dtype.itemsize)
     rows = []
     for choices in ("random", "clustered"):
-        inputs = things.make_inputs(shape, batch, length, place, dtype, clustered=choices == "clustered")
+        inputs = branches.make_inputs(shape, batch, length, place, dtype, clustered=choices == "clustered")
         if choices == "random":
-            rows += [measure(x, place, repeats) for x in things.dense(inputs)]
+            rows += [measure(x, place, repeats) for x in branches.dense(inputs)]
             if length <= REFERENCE_UP_TO:
-                rows.append(measure(things.plain_reference(shape, inputs), place, 1))
-        whole = measure(things.whole(shape, inputs, choices), place, repeats)
+                rows.append(measure(branches.plain_reference(shape, inputs), place, 1))
+        whole = measure(branches.whole(shape, inputs, choices), place, repeats)
         for direction, (flops, size) in floor.items():
             least_ms = max(flops / (ceilings["tflops"] * 1e12), size / (ceilings["tb_per_s"] * 1e12)) * 1e3
             if whole[f"{direction}_ms"]:
                 whole[f"{direction}_of_roofline"] = round(least_ms / whole[f"{direction}_ms"], 3)
-        rows += [whole, *(measure(x, place, repeats) for x in things.parts(shape, inputs, choices))]
+        rows += [whole, *(measure(x, place, repeats) for x in branches.parts(shape, inputs, choices))]
     cudnn = rows[0]
     for row in rows:
         row |= {"shape": shape.name, "length": length, "batch": batch}

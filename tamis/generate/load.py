@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tamis.attention.layer import NSAAttention
-from tamis.attention.verify_decode import require_decode
+from tamis.attention.verify import require_decode
 from tamis.config import Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import DTYPES, Decoder

@@ -39,7 +39,7 @@ class WindowAttention(DenseAttention):
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if cu_seqlens is not None:
             return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.window)
-        return window_attention(q_BSHD, k_BSGD, v_BSGD, self.window)
+        return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window)
 
     def layer_cache(self, batch: int, max_len: int) -> WindowCache:  # type: ignore[override]
         weight, slots = self.project.weight, min(self.window, max_len)
@@ -64,7 +64,7 @@ class WindowAttention(DenseAttention):
         return self.out(out.flatten(1))
 
 
-def window_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, window: int) -> Tensor:
+def chunked_window_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, window: int) -> Tensor:
     """Return causal attention `[B,S,H,D]` of every query over the newest `window` keys, its own included.
 
     Later tokens are cut into chunks of `window` queries, which see their own chunk of keys and the one before: the cost

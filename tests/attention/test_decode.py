@@ -18,7 +18,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, assert_chosen_alike, 
 from tamis.attention.decode import decode_attention, reads  # isort: skip
 from tamis.attention.kernels.decode.step import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
-from tamis.attention.verify_decode import require_decode, verify_decode  # isort: skip
+from tamis.attention.verify import require_decode, verify_decode  # isort: skip
 
 SPECS = [NSASpec(8, 4, 16, 4, 24), NSASpec(4, 4, 8, 5, 5), NSASpec(12, 3, 6, 8, 40), NSASpec(16, 2, 4, 3, 200)]
 
@@ -193,7 +193,7 @@ def test_a_device_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
         out, ids, read = wrong(*arguments, kernels=False)
         return (out if kernels is False else out * 2), ids, read
 
-    monkeypatch.setattr("tamis.attention.verify_decode.decode_attention", doubled)
+    monkeypatch.setattr(sys.modules["tamis.attention.verify"], "decode_attention", doubled)  # not the function
     with pytest.raises(RuntimeError, match="is wrong on cpu: FAIL decode out"):
         require_decode(torch.device("cpu"), torch.float32, 2, 1, 16, NSASpec(4, 2, 4, 3, 6))
 

@@ -13,7 +13,7 @@ SMALL = {"shapes": ("tiny",), "lengths": (48, 96), "tokens": 96, "repeats": 1, "
 
 
 def test_tables_come_first_and_the_document_holds_every_row(capsys, monkeypatch):
-    monkeypatch.setattr(attention.things, "parts", lambda *args: [])  # kernels, and slow in the interpreter
+    monkeypatch.setattr(attention.branches, "parts", lambda *args: [])  # kernels, and slow in the interpreter
     document = json.loads(json.dumps(attention.measure_attention(**SMALL)))
     assert document["tflops"] > 0 and document["tb_per_s"] > 0
     names = {(row["name"], row["choices"], row["length"]) for row in document["rows"]}
@@ -24,8 +24,8 @@ def test_tables_come_first_and_the_document_holds_every_row(capsys, monkeypatch)
 
 def test_the_parts_are_all_the_kernels_of_the_whole():
     shape = attention.SHAPES["tiny"]
-    inputs = attention.things.make_inputs(shape, 1, 33, torch.device(DEVICE), torch.float32, clustered=True)
-    names = [part.name for part in attention.things.parts(shape, inputs, "random")]
+    inputs = attention.branches.make_inputs(shape, 1, 33, torch.device(DEVICE), torch.float32, clustered=True)
+    names = [part.name for part in attention.branches.parts(shape, inputs, "random")]
     assert names == ["selected", "compressed", "selection", "window", "dense dq", "gates"]
 
 

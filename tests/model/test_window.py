@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from tamis.config import ConfigError
-from tamis.model.window import window_attention
+from tamis.model.window import chunked_window_attention
 from tests.model.tiny import random_tokens, tiny_config, tiny_model
 
 
@@ -17,7 +17,7 @@ def test_window_attention_equals_attention_under_a_band_mask(tokens: int, window
     swapped = (x.transpose(1, 2) for x in (q, k, v))
     visible = (distance >= 0) & (distance < window)
     expected = F.scaled_dot_product_attention(*swapped, visible, enable_gqa=True).transpose(1, 2)
-    got = window_attention(q, k, v, window)
+    got = chunked_window_attention(q, k, v, window)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
