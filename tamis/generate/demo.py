@@ -24,6 +24,8 @@ from tamis.generate.load import device_for, load_model, precision_for, to_infere
 from tamis.generate.sample import DecodeStep, TileReader
 from tamis.model import Decoder
 
+REPORTS = Path("artifacts/test-reports")
+
 
 @dataclass(frozen=True)
 class DemoResult:
@@ -55,7 +57,7 @@ def demo_64k(
     precision: str | None = None,
     seed: int = 1337,
 ) -> list[DemoResult]:
-    """Prefill and decode with the NSA model, then its dense twin; print the figures, and JSON as the last line."""
+    """Prefill and decode with the NSA model, then its dense twin; print and store the figures; JSON is the last line."""
     for name, value in (("S", S), ("prefill_tile", prefill_tile), ("decode_tokens", decode_tokens)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -75,8 +77,13 @@ def demo_64k(
     twin = _fresh(twin_config, S + decode_tokens, target, dtype, seed)
     results.append(measure_prefill_and_decode(twin, tokens, prefill_tile, decode_tokens))
     _print_table(results)
-    print(json.dumps({"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(target),
-                      "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}))  # fmt: skip
+    figures = {"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(target),
+               "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}  # fmt: skip
+    log = REPORTS / f"long_context_{time.strftime('%Y%m%d_%H%M%S')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(f"log: {log}")
+    print(json.dumps(figures))
     return results
 
 

@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["model.dim=32", "model.n_layers=2", "model.n_heads=4", "model.d_k=8", "model.d_ff=32", "data.tokenizer=byte"]
 
 
-def test_the_runbook_s_command_reads_by_tiles_and_counts_its_reads() -> None:
+def test_the_runbook_s_command_reads_by_tiles_counts_its_reads_and_keeps_a_log(tmp_path: Path) -> None:
     line = "--S 2048 --prefill_tile 700 --rope_scale 8.0 --use_fa2 1 --decode_tokens 3 --device cpu"
-    command = [sys.executable, "scripts/demo_64k.py", *line.split(), *SMALL]
-    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "demo_64k.py"), *line.split(), *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "freshly initialised" in done.stdout
     report = json.loads(done.stdout.splitlines()[-1])
@@ -34,9 +34,14 @@ def test_the_runbook_s_command_reads_by_tiles_and_counts_its_reads() -> None:
     assert nsa["reads_last_step"] == 127 + 15 * 64 + 3 + 512  # the newest block holds three tokens
     assert dense["reads_total"] == 2048
     assert report["rope_scale"] == 8.0
+    (log,) = (tmp_path / "artifacts" / "test-reports").glob("long_context_*.log")
+    assert json.loads(log.read_text()) == report
 
 
-def test_a_checkpoint_s_weights_are_used_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_checkpoint_s_weights_are_used_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the log goes
     checkpoint = str(save(tmp_path, small_model()))
     nsa, _ = demo_64k(S=50, prefill_tile=20, decode_tokens=2, checkpoint=checkpoint, device="cpu")
     assert "checkpoint_step7.pt, step 7" in capsys.readouterr().out
