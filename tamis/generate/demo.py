@@ -57,7 +57,7 @@ def demo_64k(
     precision: str | None = None,
     seed: int = 1337,
 ) -> list[DemoResult]:
-    """Prefill and decode with the NSA model, then its dense twin; print and store the figures; JSON is the last line."""
+    """Prefill and decode with the NSA model, then its dense twin; print (JSON last) and store the figures."""
     for name, value in (("S", S), ("prefill_tile", prefill_tile), ("decode_tokens", decode_tokens)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
