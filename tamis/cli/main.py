@@ -18,7 +18,7 @@ from tamis.cli.common import Verbs, loading_torch
 from tamis.config.legacy import Request, parse
 from tamis.config.load import guess_key
 from tamis.config.process import set_process_defaults
-from tamis.run.files.console import discard_unwritable_output, say
+from tamis.run.files.console import discard_unwritable_output, printable, say
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import DirectoryReplaced, RunLocked
 
@@ -117,7 +117,7 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
             raise
         message, code = _explained(error)
         if message:
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         return code
     finally:
         discard_unwritable_output()

@@ -22,6 +22,7 @@ from tamis.config import Config
 from tamis.data.tokenizer import Tokenizer
 from tamis.generate.load import LoadedModel, load_model
 from tamis.model import Decoder
+from tamis.run.files.console import printable
 
 PREFILL_TILE = 4096  # prompt tokens read at a time: bounds the memory of a long prompt's activations
 WARM_UP_STEPS = 3  # compile kernels and set up libraries before the capture
@@ -267,11 +268,16 @@ def _stream(loaded: LoadedModel, texts: list[str], max_new_tokens: int, sampling
     """Print one prompt and its continuation as it is sampled; return the time of each token."""
     times: list[float] = []
     for (piece,) in generate_texts(loaded.model, loaded.tokenizer, texts, max_new_tokens, sampling):
-        out.write(piece if times else texts[0] + piece)  # a prompt that is refused is not printed
+        out.write(_shown(piece if times else texts[0] + piece, out))  # a prompt that is refused is not printed
         times.append(time.perf_counter())
         out.flush()
     out.write("\n")
     return times[:-1]  # the last piece only ends an incomplete character
+
+
+def _shown(text: str, out: TextIO) -> str:
+    """Escape control characters for a terminal; a file or a pipe gets the text as it is."""
+    return printable(text) if out.isatty() else text
 
 
 def _collect(
@@ -283,7 +289,7 @@ def _collect(
         times.append(time.perf_counter())
         whole = [text + piece for text, piece in zip(whole, pieces, strict=True)]
     for number, text in enumerate(whole, 1):
-        print(f"--- prompt {number} of {len(whole)}\n{text}", file=out)
+        print(f"--- prompt {number} of {len(whole)}\n{_shown(text, out)}", file=out)
     return times[:-1]
 
 

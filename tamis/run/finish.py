@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tamis.config import Config
-from tamis.run.files.console import say
+from tamis.run.files.console import printable, say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.info import write_eta
@@ -77,4 +77,4 @@ def _show_sample(config: Config, sample: subprocess.Popen[str]) -> None:
         say(f"no sample: {problem.strip()}")
     else:
         say(f"the model continues {config.train.sample_prompt!r}:")
-        print(text, flush=True)
+        print(printable(text), flush=True)

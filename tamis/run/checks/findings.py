@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tamis.run.files.console import printable_line
 from tamis.run.files.records import utc as utc
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 
@@ -105,7 +106,7 @@ def print_findings(title: str, findings: Sequence[Finding], console: Console | N
         table.add_column(heading, overflow="fold", **options)  # type: ignore[arg-type]
     for number, finding in enumerate(findings, start=1):
         result = Text(finding.status.upper(), style=STYLES[finding.status])
-        table.add_row(str(number), finding.name, result, Text(_evidence_and_remedy(finding)))
+        table.add_row(str(number), Text(printable_line(finding.name)), result, Text(_evidence_and_remedy(finding)))
     console.print(table)
     console.print(Text(verdict(findings), style=VERDICT_STYLES[verdict_word(findings)]))
 
@@ -113,8 +114,8 @@ def print_findings(title: str, findings: Sequence[Finding], console: Console | N
 def findings_text(title: str, findings: Sequence[Finding]) -> str:
     lines = [title]
     for number, finding in enumerate(findings, start=1):
-        when = f" [{utc(finding.at)}]" if finding.at else ""
-        lines.append(f"{number:2d}. {finding.status.upper():14s} {finding.name}: {_evidence_and_remedy(finding)}{when}")
+        when, name = f" [{utc(finding.at)}]" if finding.at else "", printable_line(finding.name)
+        lines.append(f"{number:2d}. {finding.status.upper():14s} {name}: {_evidence_and_remedy(finding)}{when}")
     return "\n".join([*lines, verdict(findings), ""])
 
 
@@ -145,4 +146,4 @@ def parse_findings(records: object) -> list[Finding]:
 
 
 def _evidence_and_remedy(finding: Finding) -> str:
-    return f"{finding.evidence} → {finding.remedy}" if finding.remedy else finding.evidence
+    return printable_line(f"{finding.evidence} → {finding.remedy}" if finding.remedy else finding.evidence)

@@ -26,6 +26,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
+from tamis.run.files.console import printable_line
 from tamis.run.files.hardware import Gpu, read_gpus
 
 TAMIS = [sys.executable, "-m", "tamis"]
@@ -150,7 +151,7 @@ def _result_finding(result: dict[str, Any]) -> Finding:
 
 def _line(number: int, finding: Finding) -> str:
     remedy = f" → {finding.remedy}" if finding.remedy else ""
-    return f"{number:2d}. {finding.status.upper():12s} {finding.name}: {finding.evidence}{remedy}"
+    return f"{number:2d}. {finding.status.upper():14s} {finding.name}: {printable_line(finding.evidence)}{remedy}"
 
 
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:

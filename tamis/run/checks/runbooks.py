@@ -23,6 +23,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.file_problems import file_problems
+from tamis.run.files.console import printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.locate import existing_run
 from tamis.run.phases import PHASES, read_go_no_go
@@ -138,10 +139,12 @@ def judge_run(run_dir: str | Path, *, console: Console | None = None) -> int:
     """Print and store every runbook's table. Returns 1 if a criterion failed, else 0. Raises NoSuchRun."""
     console, directory = console or Console(), existing_run(run_dir)
     console.print(
-        f"reading {directory.path}: checking all checkpoint sums and loading the newest …", soft_wrap=True, markup=False
+        f"reading {printable_line(directory.path)}: checking all checkpoint sums and loading the newest …",
+        soft_wrap=True,
+        markup=False,
     )
     for problem in file_problems(directory):
-        console.print(f"unreadable file: {problem}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"unreadable file: {printable_line(problem)}", soft_wrap=True, markup=False, highlight=False)
     results = judge_runbooks(read_evidence(directory))
     for title, findings in results.items():
         print_findings(title, findings, console)

@@ -13,12 +13,28 @@ from typing import TextIO
 
 PREFIX = "[tamis] "
 LIVE_VARIABLE = "TAMIS_LIVE"  # "1" for workers whose output ends on a terminal
+_CONTROL = [*range(9), *range(11, 32), *range(0x7F, 0xA0)]  # without tab and line feed
+_DIRECTION = [0x61C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *_DIRECTION)}
 REWRITE = "\r\x1b[K"  # back to the start of the line, and clear it
+
+
+def printable(text: object) -> str:
+    """Show control and bidirectional characters as escapes, so that foreign text cannot steer a terminal.
+
+    Line ends and tabs stay.
+    """
+    return str(text).translate(_ESCAPES)
+
+
+def printable_line(text: object) -> str:
+    """The same in one line: line ends become spaces."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print one `[tamis]` line to stdout or `stream`."""
-    write(f"{PREFIX}{text}\n", stream)
+    write(f"{PREFIX}{printable(text)}\n", stream)
 
 
 def write(text: str, stream: TextIO | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tamis.run.files.console import printable, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.reading import open_to_append, parse_json_line, read_last_lines
 from tamis.run.files.records import is_time, write_text_atomic
@@ -45,7 +46,7 @@ class EventLog:
         except OSError as error:  # a full disk must not end the supervisor
             reason += f" (not recorded: {error})"
         if self._say is not None:
-            self._say(f"[{self.by}] {event}: {reason}")
+            self._say(f"[{self.by}] {printable_line(event)}: {printable(reason)}")
 
     def record_alarm(self, alarm: Alarm) -> None:
         self.record(alarm.kind, alarm.reason, severity=alarm.severity, rank=alarm.rank, **alarm.evidence)

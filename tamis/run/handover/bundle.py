@@ -23,6 +23,7 @@ from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, utc, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.file_problems import file_problems
+from tamis.run.files.console import printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -72,7 +73,7 @@ def write_bundle(
     state = "damaged" if problems else "incomplete" if missing else "complete and verified"
     say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {state}")
     for line in [*missing, *problems]:
-        say(f"  {line}")
+        say(f"  {printable_line(line)}")
     return 1 if missing or problems else 0
 
 

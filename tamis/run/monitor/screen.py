@@ -15,6 +15,7 @@ from textual.containers import Container
 from textual.widgets import Footer, Static
 from textual_plotext import PlotextPlot
 
+from tamis.run.files.console import printable_line
 from tamis.run.handover.curves import Series, loss_curves, speed_curve, thinned
 from tamis.run.monitor import text as monitor_text
 from tamis.run.monitor.snapshot import Snapshot
@@ -33,7 +34,7 @@ class Panel(Static):
         self._lines, self._when_empty = lines, when_empty
 
     def show(self, snapshot: Snapshot) -> None:
-        lines = self._lines(snapshot)
+        lines = [printable_line(line) for line in self._lines(snapshot)]
         self.update("\n".join(lines) if lines else self._when_empty)
 
 
@@ -127,7 +128,7 @@ class MonitorScreen(App[None]):
     def action_refresh_now(self) -> None:
         snapshot = self._read()
         self.query_one("#status", Static).update(_status(snapshot))
-        self.query_one("#alerts", Static).update("\n".join(monitor_text.alert_lines(snapshot)))
+        self.query_one("#alerts", Static).update("\n".join(map(printable_line, monitor_text.alert_lines(snapshot))))
         for panel in self.query(Panel):
             panel.show(snapshot)
         for curves in self.query(Curves):
@@ -135,7 +136,7 @@ class MonitorScreen(App[None]):
 
 
 def _status(snapshot: Snapshot) -> Text:
-    first, *rest = monitor_text.status_lines(snapshot)
+    first, *rest = map(printable_line, monitor_text.status_lines(snapshot))
     text = Text(first, style=STATE_STYLES.get(snapshot.state, "bold yellow"))
     for line in rest:
         text.append("\n" + line, style="not bold default")

@@ -6,6 +6,7 @@ import math
 
 from tamis.run.checks.findings import utc
 from tamis.run.eta import duration_text
+from tamis.run.files.console import printable_line
 from tamis.run.files.hardware import Gpu
 from tamis.run.monitor.ranks import RankView
 from tamis.run.monitor.snapshot import Snapshot
@@ -28,7 +29,7 @@ def snapshot_text(snapshot: Snapshot) -> str:
         "alerts": alert_lines(snapshot),
     }
     blocks = [[f"-- {title}", *lines] if title else lines for title, lines in panels.items() if lines]
-    return "\n".join(line for block in blocks for line in block)
+    return "\n".join(printable_line(line) for block in blocks for line in block)
 
 
 def status_lines(snapshot: Snapshot) -> list[str]:

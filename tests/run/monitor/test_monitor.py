@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.widgets import Static
 
+from tamis.run.checks.runbooks import judge_run
 from tamis.run.eta import duration_text, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
@@ -177,6 +178,34 @@ def test_broken_files_do_not_stop_the_monitor(tmp_path):
             file.write(b'\xff\xfe{"half": ')
     run.manifest(20).write_text("{")
     assert text_of(tmp_path)
+
+
+NASTY = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\r\nFAKE LINE"
+
+
+def test_terminal_escapes_from_a_run_are_shown_and_not_obeyed(tmp_path, capsys):
+    run = fabricate(tmp_path / "out", ending="failed")
+    beat = json.loads(run.heartbeat(0).read_text().splitlines()[-1])
+    with open(run.heartbeat(0), "a") as file:
+        file.write(json.dumps(beat | {"detail": NASTY}) + "\n")
+    HaltFile(run.halt).request(NASTY)
+    write_anomaly(run, Alarm("gate_collapse", "halt", NASTY))
+    EventLog(run, by="watchdog", say=print).record("odd" + NASTY, NASTY)
+    show_run(run.path, once=True)
+    judge_run(run.path)
+    shown = capsys.readouterr().out
+    assert shown.count("evil") > 4
+    assert not set(shown) & set("\x1b\x07\x9b\r\u202e")
+    assert "\nFAKE" not in shown.partition("FAILED")[2]  # of the monitor and the judge
+    snapshot = read_snapshot(run.path, gpus=[])
+
+    async def screen() -> str:
+        app = MonitorScreen(lambda: snapshot, every_s=3600)
+        async with app.run_test(size=(160, 50)):
+            panels = [*app.query(Panel), app.query_one("#status", Static), app.query_one("#alerts", Static)]
+            return "".join(str(panel.render()) for panel in panels)
+
+    assert not set(asyncio.run(screen())) & set("\x1b\x07\x9b\r\u202e")
 
 
 def test_once_prints_text_and_a_crashed_run_gives_exit_code_one(tmp_path, capsys):
