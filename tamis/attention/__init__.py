@@ -1,6 +1,6 @@
 """Native Sparse Attention as a library: functions, a layer, decoding, and a check against the reference."""
 
-from tamis.attention.decode import decode_attention as nsa_decode
+from tamis.attention.decode import nsa_decode
 from tamis.attention.functional import nsa, nsa_attention, select_blocks
 from tamis.attention.layer import NSAAttention
 from tamis.attention.spec import NSASpec

@@ -62,7 +62,7 @@ def reference_tile(
     return reference.mix_branches(branches, gates_BSH3).to(q_BSHD.dtype), ids_BSGn
 
 
-def decode_attention(
+def nsa_decode(
     q_BHD: Tensor,
     compressed_BN2GD: Tensor,
     selected_BT2GD: Tensor,
@@ -73,11 +73,20 @@ def decode_attention(
     kernels: bool | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One query per sequence, at `positions_B`, over caches that already hold its own key and value.
+    """Attend with one query per sequence over caches that already hold its own key and value.
 
-    Returns the mixed output `[B,H,D]`, the chosen blocks `[B,G,n]` and the keys read `[B,G]`, both written `into`
-    int32 tensors if they are given. The window is a ring: token `t` lies in slot `t % W`. The kernels cannot refuse a
-    position: who counts the tokens sees that they fit.
+    Args:
+        q_BHD: queries `[B,H,D]`, rotated to their positions.
+        compressed_BN2GD: compressed keys and values `[B,N,2,G,D]`, N ≥ `spec.compressed_blocks(T)`.
+        selected_BT2GD: keys and values of every token `[B,T,2,G,D]`.
+        window_BW2GD: a ring of the newest ones `[B,W,2,G,D]`, W ≥ `min(spec.w, T)`: token `t` is in slot `t % W`.
+        gates_BH3: gates after the sigmoid `[B,H,3]`.
+        positions_B: int64 `[B]`, the position of each query, below T. The kernels do not check this.
+        kernels: True or False forces the Triton kernels or the reference; None chooses by device.
+        into: int32 tensors `[B,G,n_sel]` and `[B,G]` to write the chosen blocks and the keys read to.
+
+    Returns:
+        The mixed output `[B,H,D]`, the chosen blocks `[B,G,n_sel]` and the keys read `[B,G]`.
     """
     _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
     if use_kernels(q_BHD, kernels):

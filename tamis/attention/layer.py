@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tamis.attention.cache import Cache, NSACache
 from tamis.attention.compress import LearnedCompression, MeanCompression
-from tamis.attention.decode import decode_attention, tile_attention
+from tamis.attention.decode import nsa_decode, tile_attention
 from tamis.attention.functional import Backend, nsa_attention
 from tamis.attention.packing import compressed_layout
 from tamis.attention.rotary import Rotary, split_heads
@@ -156,7 +156,7 @@ class NSAAttention(nn.Module):
         """Return the output for one token of each sequence, at its own position, without a host sync."""
         q = self._write_token(self._heads(x_BE[:, None]), cache, positions_B)
         cached = (cache.compressed_BN2GD, cache.selected_BT2GD, cache.window.slots_BW2GD)
-        mixed, _, _ = decode_attention(
+        mixed, _, _ = nsa_decode(
             q, *cached, self._inference_gates(x_BE), positions_B, self.spec, into=(cache.chosen_BGn, cache.reads_BG)
         )
         return self.out(mixed.flatten(1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tamis.attention import functional as attention
 from tamis.attention import reference
-from tamis.attention.decode import decode_attention, tile_attention, use_kernels
+from tamis.attention.decode import nsa_decode, tile_attention, use_kernels
 from tamis.attention.spec import DeviceStart, NSASpec
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -206,7 +206,7 @@ def verify_decode(
     kept = [normal(len(positions), n, 2, groups, dim) for n in (blocks + 1, tokens, spec.w)]
     q, gates = normal(len(positions), heads, dim), torch.sigmoid(normal(len(positions), heads, 3))
     step: tuple[Any, ...] = (q, *kept, gates, positions, spec)
-    attend: Callable[..., Any] = decode_attention
+    attend: Callable[..., Any] = nsa_decode
     got, _, reads = attend(*step, kernels=kernels)
     again = attend(*step, kernels=kernels)[0]
     want, _, expected_reads = attend(*_exact(step), kernels=False)

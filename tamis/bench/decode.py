@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.attention import NSASpec
-from tamis.attention.decode import decode_attention
+from tamis.attention.decode import nsa_decode
 from tamis.attention.functional import describe
 from tamis.attention.verify import LIMIT
 from tamis.config import build_config
@@ -129,7 +129,7 @@ def time_nsa(shape: DecodeShape, spec: NSASpec, batch: int, length: int, repeats
 
     def call(i: int) -> tuple[Tensor, Tensor, Tensor]:
         q, gates, caches = sets[i]
-        return decode_attention(q, *caches, gates, positions, spec)
+        return nsa_decode(q, *caches, gates, positions, spec)
 
     reads = _check_agreement(call(0), sets[0], positions, spec)
     return time_ms(call, len(sets), repeats, shape.device), reads
@@ -139,7 +139,7 @@ def _check_agreement(got: tuple[Tensor, Tensor, Tensor], inputs: Any, positions:
     """Refuse to time kernels that disagree with the reference on the last sequence; return the keys each group read."""
     q, gates, caches = inputs
     exact_q, compressed, selected, window, exact_gates = (x[-1:].float() for x in (q, *caches, gates))
-    expected, _, reads = decode_attention(
+    expected, _, reads = nsa_decode(
         exact_q, compressed, selected, window, exact_gates, positions[-1:], spec, kernels=False
     )
     error = (got[0][-1:].float() - expected).norm() / expected.norm()

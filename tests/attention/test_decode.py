@@ -15,7 +15,7 @@ from tests.attention.ahead_of_time import MOST_STACK
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, assert_chosen_alike, relative_rmse
 
 # After devices, which sets up the interpreter.
-from tamis.attention.decode import decode_attention, reads  # isort: skip
+from tamis.attention.decode import nsa_decode, reads  # isort: skip
 from tamis.attention.kernels.decode.step import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify import require_decode, verify_decode  # isort: skip
@@ -40,7 +40,7 @@ def assert_agrees(
     inputs: list[Tensor], positions: Tensor, spec: NSASpec, splits: Splits | None = None
 ) -> tuple[Tensor, Tensor]:
     exact = [x.float() for x in inputs]
-    expected, ids, read = decode_attention(*exact, positions, spec, kernels=False)
+    expected, ids, read = nsa_decode(*exact, positions, spec, kernels=False)
     got, got_ids, got_read = decode(*inputs, positions, spec, splits=splits)
     assert relative_rmse(got, expected) < LIMIT[inputs[0].dtype]
     if inputs[0].dtype == torch.float32:
@@ -187,13 +187,13 @@ def test_the_proof_on_a_device_would_notice_a_wrong_tile(
 
 
 def test_a_device_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = decode_attention
+    wrong = nsa_decode
 
     def doubled(*arguments, kernels=None):
         out, ids, read = wrong(*arguments, kernels=False)
         return (out if kernels is False else out * 2), ids, read
 
-    monkeypatch.setattr(sys.modules["tamis.attention.verify"], "decode_attention", doubled)  # not the function
+    monkeypatch.setattr(sys.modules["tamis.attention.verify"], "nsa_decode", doubled)  # not the function
     with pytest.raises(RuntimeError, match="is wrong on cpu: FAIL decode out"):
         require_decode(torch.device("cpu"), torch.float32, 2, 1, 16, NSASpec(4, 2, 4, 3, 6))
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis.attention import NSASpec, nsa_attention, select_blocks
-from tamis.attention.decode import decode_attention, tile_attention
+from tamis.attention.decode import nsa_decode, tile_attention
 from tests.attention.inputs import NAMES, SMALL, Sizes, make_inputs
 
 EXPECTED = {name: [1, 20, 2, 4] for name in ("k_sel", "v_sel", "k_win", "v_win")} | {
@@ -208,10 +208,10 @@ def step_inputs() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["q", *CACHED, "gates", "positions"])
 def test_a_step_that_does_not_fit_its_caches_is_refused(name: str) -> None:
     inputs = step_inputs()
-    decode_attention(*inputs.values(), NARROW)
+    nsa_decode(*inputs.values(), NARROW)
     for wrong in (inputs[name][1:], inputs[name].double(), inputs[name].to("meta"), inputs[name][None]):
         with pytest.raises(ValueError, match="must"):
-            decode_attention(*(inputs | {name: wrong}).values(), NARROW)
+            nsa_decode(*(inputs | {name: wrong}).values(), NARROW)
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -221,14 +221,14 @@ def test_caches_whose_rows_do_not_lie_together_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must have last stride 1"):
         tile_attention(*tile.values(), NARROW, 15, 4)
     with pytest.raises(ValueError, match=f"{name} must have last stride 1"):
-        decode_attention(*step.values(), NARROW)
+        nsa_decode(*step.values(), NARROW)
 
 
 @pytest.mark.parametrize("position", [-1, 20])
 def test_a_step_beyond_its_cache_is_refused(position: int) -> None:
     inputs = step_inputs() | {"positions": torch.tensor([position, 3])}
     with pytest.raises(ValueError, match=rf"positions must lie in 0…19, the cache's, got {position}"):
-        decode_attention(*inputs.values(), NARROW)
+        nsa_decode(*inputs.values(), NARROW)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import tamis.attention
 from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention
 from tests.attention import paper
+from tests.train.processes import run_ranks
 
 SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 ROOT = Path(__file__).parents[2]
@@ -156,6 +159,46 @@ def test_activation_checkpointing_changes_no_bit() -> None:
         return list(torch.autograd.grad(out.sin().sum(), [x, *module.parameters()]))
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients(checkpoint), strict=True))
+
+
+def sharded_gradients() -> None:
+    """As one of two ranks: compare the layer under FSDP2 with the plain one."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    plain, sharded, x = layer(), layer(), tokens()
+    fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    out = sharded(x)
+    torch.testing.assert_close(out, plain(x))
+    plain(x).square().sum().backward()
+    out.square().sum().backward()
+    for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_shards_the_layer_with_the_same_gradients(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, sharded_gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_graph_replays_forward_and_backward_of_the_layer() -> None:
+    module = NSAAttention(128, heads=4, kv_heads=2, head_dim=32, spec=NSASpec(), max_len=2048).cuda().bfloat16()
+    x = torch.randn(2, 1024, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    call = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x,))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        fresh = torch.randn_like(x).requires_grad_()
+        expected, got = (
+            torch.autograd.grad(one(fresh).float().square().sum(), fresh)[0].float() for one in (module, call)
+        )
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_page_documents_every_public_name() -> None:
+    page = (ROOT / "docs" / "attention-api.md").read_text(encoding="utf-8")
+    assert [name for name in tamis.attention.__all__ if f"## {name}\n" not in page] == []
 
 
 def test_importing_the_library_loads_no_package_but_torch_triton_and_numpy() -> None:

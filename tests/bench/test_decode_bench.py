@@ -56,25 +56,25 @@ def test_the_whole_model_s_step_is_measured_for_both_kinds_of_attention(monkeypa
 
 
 def test_a_kernel_that_disagrees_is_not_timed(monkeypatch, tmp_path: Path) -> None:
-    right = decode.decode_attention
+    right = decode.nsa_decode
 
     def wrong(*args, kernels=None):
         out, ids, reads = right(*args, kernels=False)
         return (out if kernels is False else out * 1.01), ids, reads
 
-    monkeypatch.setattr(decode, "decode_attention", wrong)
+    monkeypatch.setattr(decode, "nsa_decode", wrong)
     with pytest.raises(RuntimeError, match="disagrees with the reference by 1"):
         run(tmp_path)
     assert not (tmp_path / "decode.csv").exists()
 
 
 def test_a_kernel_that_returns_nan_is_not_timed(monkeypatch, tmp_path: Path) -> None:
-    right = decode.decode_attention
+    right = decode.nsa_decode
 
     def wrong(*args, kernels=None):
         out, ids, reads = right(*args, kernels=False)
         return (out if kernels is False else torch.full_like(out, float("nan"))), ids, reads
 
-    monkeypatch.setattr(decode, "decode_attention", wrong)
+    monkeypatch.setattr(decode, "nsa_decode", wrong)
     with pytest.raises(RuntimeError, match="disagrees"):
         run(tmp_path)
