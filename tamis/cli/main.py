@@ -19,8 +19,9 @@ from tamis.config.legacy import Request, parse
 from tamis.config.load import guess_key
 from tamis.config.process import set_process_defaults
 from tamis.run.files.console import discard_unwritable_output, printable, say
+from tamis.run.files.directory import DirectoryReplaced
 from tamis.run.files.exit_codes import ExitCode
-from tamis.run.files.lock import DirectoryReplaced, RunLocked
+from tamis.run.files.lock import RunLocked
 
 OTHER_VERBS = {  # verbs of other tools and what does the same here
     "benchmark": "bench",

@@ -33,6 +33,7 @@ from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
 from tamis.run.supervise.escalation import wait_until
 from tamis.run.supervise.restarts import RestartBudget
 from tamis.run.supervise.supervisor import LaunchOptions, is_complete, supervise
+from tamis.run.supervise.worker_processes import torchrun_command, trainer_command
 
 LAUNCH_LOGS = Path("artifacts/train_runs")
 SMOKE_STEPS = 50
@@ -120,6 +121,7 @@ def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
         gpus=job.gpus,
         processes=job.processes,
         command=sys.argv,
+        worker_command=trainer_command(out.config_yaml, job.processes, None),
     )
     for path in {logs / "run.info", out.run_info}:
         write_info(path, info)
@@ -257,10 +259,8 @@ def estimated_toks_per_s(job: Job) -> float | None:
     with tempfile.TemporaryDirectory() as scratch:
         config_file = Path(scratch) / "config.yaml"
         config_file.write_text(job.config.to_yaml(), encoding="utf-8")
-        start = [sys.executable, "-m"]
-        if job.processes > 1:
-            start += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(job.processes), "-m"]
-        command = [*start, "tamis", "estimate", str(config_file), "--json", "--resolved"]
+        start = torchrun_command(job.processes) if job.processes > 1 else [sys.executable]
+        command = [*start, "-m", "tamis", "estimate", str(config_file), "--json", "--resolved"]
         say("measuring a few steps for the estimate …")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)

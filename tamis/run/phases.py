@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -262,7 +263,8 @@ def _info(settings: PhaseSettings, config: Config, directory: RunDirectory) -> d
         run_dir=directory.path,
         gpus=settings.gpus,
         processes=settings.processes,
-        command=trainer_command(directory.config_yaml, settings.processes, None),
+        command=sys.argv,
+        worker_command=trainer_command(directory.config_yaml, settings.processes, None),
         estimate_toks_per_s=settings.estimate_toks_per_s,
     )
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, build_config, load_config
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
-from tamis.run.files.lock import DirectoryReplaced, RunLocked
+from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.launch import start_detached
 from tamis.run.limits import Grace, Limits, limits_for

@@ -16,6 +16,8 @@ STEPS = 120  # so many that none of them is done while it is looked for
 
 
 class LaunchedForReal(Launched):
+    listening: set[str]
+
     def found_by_operators(self) -> list[psutil.Process]:
         """What `pgrep -f scripts/train_showcase.py` gives among the supervisor's descendants."""
         everything = psutil.Process(self.process.pid).children(recursive=True)
@@ -41,10 +43,20 @@ def asked_for_stacks(two_ranks, tmp_path_factory) -> LaunchedForReal:
     """A whole run in which everything an operator finds gets USR1 once."""
     launched = two_ranks(tmp_path_factory.mktemp("unbroken"))
     launched.until_step(5)
+    launched.listening = listening_addresses(psutil.Process(launched.process.pid))
     for process in launched.found_by_operators():
         process.send_signal(signal.SIGUSR1)
     assert launched.wait(200) == 0, launched.told()
     return launched
+
+
+def listening_addresses(parent: psutil.Process) -> set[str]:
+    sockets = [s for process in (parent, *parent.children(recursive=True)) for s in process.net_connections()]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+def test_nothing_of_a_run_on_one_machine_can_be_reached_from_another(asked_for_stacks) -> None:
+    assert asked_for_stacks.listening == {"127.0.0.1"}
 
 
 def test_usr1_gives_the_stacks_of_every_rank_and_training_goes_on(asked_for_stacks) -> None:
@@ -70,3 +82,4 @@ def test_pkill_of_everything_saves_and_ends_with_four(two_ranks, tmp_path) -> No
     assert launched.wait(200) == 4, launched.told()
     assert launched.run.checkpoints()[-1] == launched.beats()[-1].step
     assert {launched.beats(rank)[-1].phase for rank in (0, 1)} == {"halted"}
+    assert "Traceback" not in launched.told()

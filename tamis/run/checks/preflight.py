@@ -28,6 +28,7 @@ from tamis.run.checks.findings import (
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
 from tamis.run.files.console import printable_line
 from tamis.run.files.hardware import Gpu, read_gpus
+from tamis.run.supervise.worker_processes import torchrun_command
 
 TAMIS = [sys.executable, "-m", "tamis"]
 QUICK = "; quick: collectives, data and model were not tried"
@@ -75,7 +76,7 @@ def collectives_work(subject: Subject) -> Finding:
     processes = len(subject.gpus)
     if processes < 2:
         return not_applicable("fewer than two GPUs: nothing to connect")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    torchrun = torchrun_command(processes)
     return _child_finding([*torchrun, "-m", "tamis.train.tools.collective_check"], "collectives")
 
 

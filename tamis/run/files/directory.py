@@ -38,15 +38,18 @@ class RunDirectory:
         """Remember this directory. The open descriptor keeps its inode from being reused after a delete."""
         self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
+    def is_still_held(self) -> bool:
+        """False if the path no longer leads to the directory that `hold` opened."""
+        if self._held is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._held))
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # other errors may pass
+
     def require_held(self) -> None:
         """Raise DirectoryReplaced if the path no longer leads to the directory that `hold` opened."""
-        if self._held is None:
-            return
-        try:
-            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._held))
-        except OSError as error:
-            is_same = error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # other errors may pass
-        if not is_same:
+        if not self.is_still_held():
             raise DirectoryReplaced(
                 f"{self.path} was moved or deleted while this run used it. The run ends here and writes nothing to a "
                 f"new directory of that name; its checkpoints are where {self.path.name} was moved to"

@@ -35,6 +35,7 @@ def describe_run(
     gpus: Sequence[Gpu],
     processes: int,
     command: Sequence[str],
+    worker_command: Sequence[str] = (),
     estimate_toks_per_s: float | None = None,  # of this very config on this machine, measured by a short probe
     repository: Path | None = None,
 ) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def describe_run(
         "cuda_of_torch": cuda_of_torch(),
         "processes": processes,
         "launch_command": shlex.join(command),
+        "worker_command": shlex.join(worker_command),
         "git_commit": git_commit(repository),
         "steps": config.train.steps,
         "tokens_per_step": tokens_per_step,

@@ -96,10 +96,6 @@ class RunLocked(RuntimeError):
     """Another process owns the run directory."""
 
 
-class DirectoryReplaced(RuntimeError):
-    """The run directory was moved or removed while its owner ran; nothing may be written under its name any more."""
-
-
 def require_no_launch(run: RunDirectory) -> None:
     """Refuse early, before anything is written next to a run that is under way; `acquire` is what decides."""
     for lock in (RunLock(run.lock), RunLock(run.launch_lock)):
@@ -163,25 +159,6 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def require_same_directory(self) -> None:
-        """Raise DirectoryReplaced unless the directory is the one that this process locked."""
-        if not self.is_same_directory():
-            raise DirectoryReplaced(
-                f"{self.path.parent} is no longer the directory that this run began in{self._moved_to()}: it was moved "
-                "or removed while the run was under way. Nothing more is written under that name. To continue, move it "
-                "back and launch again"
-            )
-
-    def is_same_directory(self) -> bool:
-        """True if the lock file under its name is the one that this process holds."""
-        assert self._descriptor is not None
-        held = os.fstat(self._descriptor)
-        try:
-            named = os.lstat(self.path)
-        except OSError:
-            return False
-        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
-
     def is_held(self) -> bool:
         """True if any process holds the lock, this one included."""
         if self._descriptor is not None:
@@ -221,14 +198,6 @@ class RunLock:
             f"(pid {owner.get('pid', 'unknown')} on {str(owner.get('host', 'this machine')).partition(':')[0]}). "
             f"Halt it first (touch {self.path.parent / '.HALT'}), or choose another train.out_dir."
         )
-
-    def _moved_to(self) -> str:
-        """` (now DIRECTORY)` when the kernel still has a name for it."""
-        try:
-            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}")).parent
-        except OSError:
-            return ""
-        return f" (now {place})" if place.is_dir() else ""
 
     def __enter__(self) -> RunLock:
         return self

@@ -17,7 +17,6 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info, write_eta
-from tamis.run.files.lock import RunLock
 from tamis.run.files.reading import open_to_append, read_last_lines
 from tamis.run.files.records import is_time, utc, write_text_atomic
 
@@ -40,16 +39,16 @@ class UsageSample:
 def sampled(
     config: Config,
     processes: int,
-    lock: RunLock,
+    directory: RunDirectory,
     *,
     every_s: float = 1.0,
     read: Callable[[], Sequence[Gpu]] = read_gpus,
 ) -> Iterator[None]:
     """Sample the GPUs and the ETA of this config's run in a thread while the block runs."""
-    directory, ticks = RunDirectory(config.train.out_dir), itertools.count(1)
+    ticks = itertools.count(1)
 
     def sample() -> None:
-        if not lock.is_same_directory():
+        if not directory.is_still_held():
             return
         with suppress(GpuLost):  # the workers report a lost GPU
             append_usage(directory, read())
@@ -60,7 +59,7 @@ def sampled(
         with repeated(every_s, sample):
             yield
     finally:
-        if lock.is_same_directory():
+        if directory.is_still_held():
             refresh_eta(directory, config, processes)
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from tamis.config import Config
 from tamis.run.file_problems import file_problems
 from tamis.run.files.console import say
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.identity import record_changes, require_same_run
 from tamis.run.files.info import read_info
-from tamis.run.files.lock import DirectoryReplaced, RunLock, RunLocked
+from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
@@ -67,8 +67,9 @@ def supervise(
         if is_complete(run, config):
             say(nothing_to_do(run, config))
             return ExitCode.DONE
-        with sampled(config, processes, lock):
-            supervisor = Supervisor(config, run, lock, processes, log, options or LaunchOptions())
+        run.hold()
+        with sampled(config, processes, run):
+            supervisor = Supervisor(config, run, processes, log, options or LaunchOptions())
             if previous is not None:
                 supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
             return supervisor.run_to_its_end()
@@ -91,11 +92,8 @@ def nothing_to_do(run: RunDirectory, config: Config) -> str:
 class Supervisor:
     """One run from its first start to its last exit."""
 
-    def __init__(
-        self, config: Config, run: RunDirectory, lock: RunLock, processes: int, log: Path, options: LaunchOptions
-    ) -> None:
-        self.config, self.run, self.lock, self.processes, self.options = config, run, lock, processes, options
-        self.log = log
+    def __init__(self, config: Config, run: RunDirectory, processes: int, log: Path, options: LaunchOptions) -> None:
+        self.config, self.run, self.processes, self.log, self.options = config, run, processes, log, options
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
@@ -158,7 +156,7 @@ class Supervisor:
             alarm = alarm or self._watch(workers)
             self._pass_on_stop(workers)
             wait_until(workers.has_ended, self.options.look_every_s)
-        self.lock.require_same_directory()
+        self.run.require_held()
         self._end_stragglers()
         workers.close()
         self.watchdog.catch_up()
@@ -170,7 +168,7 @@ class Supervisor:
     def _require_own_directory(self, workers: WorkerProcesses) -> None:
         """End the run when OUT was moved or removed: what its workers wrote now would mix with another run's files."""
         try:
-            self.lock.require_same_directory()
+            self.run.require_held()
         except DirectoryReplaced:
             workers.send(signal.SIGKILL)
             workers.close()
@@ -291,7 +289,7 @@ class Supervisor:
 
     def _say(self, message: str) -> None:
         self.screen.say(message)
-        if self.lock.is_same_directory():
+        if self.run.is_still_held():
             with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
                 file.write(message + "\n")
 

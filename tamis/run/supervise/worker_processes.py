@@ -32,8 +32,12 @@ def trainer_command(config_yaml: Path, processes: int, checkpoint: Path | None) 
     worker += ["--resume", str(checkpoint)] if checkpoint else []
     if processes == 1:
         return worker
-    torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return [*torchrun, "--no-python", *worker]
+    return [*torchrun_command(processes), "--no-python", *worker]
+
+
+def torchrun_command(processes: int) -> list[str]:
+    """torchrun for the processes of this machine, which no other machine can reach."""
+    return [sys.executable, "-u", "-m", "tamis.train.tools.torchrun", "--nproc_per_node", str(processes)]
 
 
 class Screen:

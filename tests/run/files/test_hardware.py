@@ -149,7 +149,7 @@ def test_no_gpu_or_one_gpu_launches_plain_python(count):
     command = plan.command(Path("c.yaml"))
     assert plan.processes == 1
     assert command[0] == sys.executable
-    assert "torch.distributed.run" not in command
+    assert "tamis.train.tools.torchrun" not in command
     assert command[-4:] == ["-m", "tamis.train.main", "--config", "c.yaml"]
 
 
@@ -159,7 +159,7 @@ def test_several_gpus_launch_torchrun_with_every_gpu(count):
     command = plan.command(Path("c.yaml"))
     assert plan.processes == count
     assert command[0] == sys.executable  # this very interpreter, so that no other torch can slip in
-    assert "torch.distributed.run" in command
+    assert "tamis.train.tools.torchrun" in command
     assert command[command.index("--nproc_per_node") + 1] == str(count)
     assert command[-4:] == ["-m", "tamis.train.main", "--config", "c.yaml"]
 

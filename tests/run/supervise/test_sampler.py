@@ -7,7 +7,6 @@ import pytest
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.info import ETA_UNKNOWN, read_info, write_info
-from tamis.run.files.lock import RunLock
 from tamis.run.supervise.sampler import append_usage, eta_text, read_usage, refresh_eta, sampled, usage_csv
 from tests.run.fabricate import GPUS, Story, config_of, fabricate
 
@@ -19,9 +18,7 @@ def under_way(out, steps: int = 50):
 
 def test_gpus_are_sampled_for_as_long_as_the_block_runs(tmp_path):
     run, config = under_way(tmp_path)
-    lock = RunLock(run.lock)
-    lock.acquire("launch")
-    with lock, sampled(config, 2, lock, every_s=0.01, read=lambda: GPUS):
+    with sampled(config, 2, run, every_s=0.01, read=lambda: GPUS):
         while len(read_usage(usage_csv(run))) < 4:
             time.sleep(0.01)
     samples = read_usage(usage_csv(run))

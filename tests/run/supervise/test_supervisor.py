@@ -18,7 +18,10 @@ from tests.faults.launched import tiny_config
 
 def test_one_process_is_started_by_python_and_several_by_torchrun() -> None:
     one = trainer_command(Path("out/config.yaml"), 1, None)
-    assert one[-4:] == ["-m", "tamis.train.main", "--config", "out/config.yaml"] and "torch.distributed.run" not in one
+    assert (
+        one[-4:] == ["-m", "tamis.train.main", "--config", "out/config.yaml"]
+        and "tamis.train.tools.torchrun" not in one
+    )
     eight = trainer_command(Path("out/config.yaml"), 8, Path("out/checkpoint_step5.pt"))
     assert eight[eight.index("--nproc_per_node") + 1] == "8"
     assert eight[-2:] == ["--resume", "out/checkpoint_step5.pt"]
