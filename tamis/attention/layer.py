@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tamis.attention.cache import Cache, NSACache
 from tamis.attention.compress import LearnedCompression, MeanCompression
 from tamis.attention.decode import nsa_decode, tile_attention
-from tamis.attention.functional import Backend, nsa_attention
+from tamis.attention.functional import Backend, nsa_attention, select_blocks
 from tamis.attention.packing import compressed_layout
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.attention.spec import NSASpec, Start, latest_start
@@ -99,6 +99,12 @@ class NSAAttention(nn.Module):
         layout = compressed_layout(cu_seqlens, k_BSGD.shape[1], self.spec)
         k, v = self.compress_k(k_BSGD, layout), self.compress_v(v_BSGD, layout)
         return self.rotary(k, layout.last_position), v
+
+    @torch.no_grad()
+    def selected_blocks(self, x_BSE: Tensor) -> Tensor:
+        """Return the ids of the blocks each query and group attends to, `[B,S,G,n_sel]`, as `select_blocks` does."""
+        q, k_cmp, v_cmp, *_ = self._parts(x_BSE, *self.rotary.tables(x_BSE.shape[1], None))
+        return select_blocks(q, self.compress(k_cmp, v_cmp)[0], self.spec, self.backend)
 
     def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """Return queries, keys and values as attention takes them, and the gates' logits as padded heads.

@@ -237,6 +237,9 @@ class Config(Section):
         canonical = json.dumps(self.model_dump(), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
+    def __hash__(self) -> int:
+        return hash(self.hash)  # the default would refuse keys that hold lists
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 

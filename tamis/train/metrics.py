@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from tamis.model.decoder import GATE_STATISTICS
+
 Note = TypeVar("Note")
 Timestamp = float | torch.cuda.Event
 
@@ -25,7 +27,7 @@ class StepMetrics:
     loss: float  # mean, nats per token
     lacks_data: bool  # a rank had no batch, so no rank updated its weights
     flags: list[bool]  # the flags given to the step, each true if it was true on any rank
-    gates: list[list[float]] | None  # mean per layer, see model.decoder.GATE_STATISTICS; None for the dense twin
+    gates: list[list[float]] | None  # mean per NSA layer, see GATE_STATISTICS; None without any
     grad_norm: float  # of the averaged gradient, before clipping
     weights_differ: bool
 
@@ -47,12 +49,15 @@ def pack_step(averaged: Tensor, grad_norm: Tensor, weights_differ: Tensor) -> Te
     return torch.cat([averaged, grad_norm.reshape(1).float(), weights_differ.reshape(1)])
 
 
-def unpack_step(values: list[float], flags: int, layers: int) -> StepMetrics:
+def unpack_step(values: list[float], flags: int) -> StepMetrics:
     loss, lacks_data, *rest, grad_norm, differ = values
-    gates = rest[flags:]
-    width = len(gates) // layers
-    per_layer = [gates[i * width : (i + 1) * width] for i in range(layers)] if width else None
-    return StepMetrics(loss, lacks_data > 0, [f > 0 for f in rest[:flags]], per_layer, grad_norm, differ > 0)
+    gates = rows_of(rest[flags:], len(GATE_STATISTICS)) or None
+    return StepMetrics(loss, lacks_data > 0, [f > 0 for f in rest[:flags]], gates, grad_norm, differ > 0)
+
+
+def rows_of(values: list[float], width: int) -> list[list[float]]:
+    """Split a flat list into rows: one per layer that has these statistics."""
+    return [values[i : i + width] for i in range(0, len(values), width)]
 
 
 class AsyncReadback(Generic[Note]):

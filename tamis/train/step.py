@@ -20,6 +20,7 @@ from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_
 from tamis.train.guards import weights_differ
 from tamis.train.metrics import Timestamp, forbids_update, pack_own, pack_step, seconds_between, timestamp
 from tamis.train.optimizer import OptimizerStep
+from tamis.train.selection import selection_statistics
 
 GRAPH_WARM_UP = 3  # runs before a capture: compilation and the allocator must have settled
 
@@ -89,6 +90,12 @@ class TrainStep:
         self.model.train()
         total, count = (sum(column) for column in zip(*self.ranks.gather(sums.tolist()), strict=True))
         return total / count if count else None
+
+    def selection_statistics(self, tokens_ABS1: np.ndarray) -> Tensor:
+        """Measure which blocks each NSA layer selects in the first sequence of a batch, `[layers, 3]`."""
+        tokens_1S = self._to_device(tokens_ABS1[0, :1, :-1].copy())
+        with autocast(self.config, self.device):
+            return selection_statistics(self.decoder, tokens_1S)
 
     def forward_seconds(self) -> Callable[[], float | None]:
         """Return a function that gives the time of the last step's forward passes, once that step has finished."""

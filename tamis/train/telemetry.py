@@ -19,6 +19,7 @@ from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog
 from tamis.train.console import Console, Pace, ZScore
 from tamis.train.distributed import Ranks
 from tamis.train.mfu import Utilisation
+from tamis.train.selection import SELECTION_STATISTICS
 
 FETCH_WINDOW = 200  # steps whose fetch times give p50 and p95
 
@@ -31,6 +32,7 @@ class LaunchedStep:
     lr: float
     fetch_s: float  # time spent waiting for its batch
     position: dict[str, Any] = field(default_factory=dict)  # of the loader, before that batch
+    selection_values: int = 0  # at the end of the metrics vector
     forward_s: Callable[[], float | None] = lambda: None  # known once the step has finished; None inside a CUDA graph
 
 
@@ -41,7 +43,8 @@ class FinishedStep:
     launched: LaunchedStep
     loss: float
     grad_norm: float
-    gates: list[list[float]] | None  # per layer, see model.decoder.GATE_STATISTICS
+    gates: list[list[float]] | None  # per NSA layer, see model.decoder.GATE_STATISTICS
+    selection: list[list[float]] | None = None  # per NSA layer, see selection.SELECTION_STATISTICS
 
 
 class Telemetry:
@@ -54,6 +57,7 @@ class Telemetry:
         self.training_csv = CsvLog(run.training_csv, TRAINING_HEADER)
         self.val_csv = CsvLog(run.val_csv, VAL_HEADER)
         self.board = _open_tensorboard(config, run, console) if ranks.is_main else None
+        self.nsa_layers = [layer for layer, kind in enumerate(config.layer_kinds) if kind == "nsa"]
         self.utilisation = Utilisation(config, ranks.device)
         self.z_loss, self.z_norm, self.pace = ZScore(), ZScore(), Pace()
         self.fetches: deque[float] = deque(maxlen=FETCH_WINDOW)
@@ -100,11 +104,15 @@ class Telemetry:
         scalars |= {"speed/toks_per_s": rate, "data/fetch_s": finished.launched.fetch_s}
         scalars |= {"speed/mfu": mfu} if mfu is not None else {}
         scalars |= {f"memory/{name}": value for name, value in _memory(self.ranks.device).items()}
-        for layer, (compressed, selected, window, entropy, _) in enumerate(finished.gates or []):
+        for layer, gates in zip(self.nsa_layers, finished.gates or [], strict=False):
+            compressed, selected, window, entropy, _ = gates
             scalars[f"gates/entropy_layer{layer:02d}"] = entropy
             scalars[f"gates/compressed_layer{layer:02d}"] = compressed
             scalars[f"gates/selected_layer{layer:02d}"] = selected
             scalars[f"gates/window_layer{layer:02d}"] = window
+        for layer, figures in zip(self.nsa_layers, finished.selection or [], strict=False):
+            for name, figure in zip(SELECTION_STATISTICS, figures, strict=True):
+                scalars[f"selection/{name}_layer{layer:02d}"] = figure
         self.scalars(scalars, step)
 
     def _step_fields(self, finished: FinishedStep, seconds: float, rate: float, mfu: float | None) -> dict[str, Any]:
@@ -119,7 +127,7 @@ class Telemetry:
         fields |= {"dt_forward_s": round(forward_s, 5)} if forward_s is not None else {}
         fields |= {"mfu": round(mfu, 4)} if mfu is not None else {}
         fields |= {f"gpu_mem_{name}": value for name, value in _memory(self.ranks.device).items()}
-        return fields | _gate_fields(finished.gates)
+        return fields | _gate_fields(finished.gates) | _selection_fields(finished.selection)
 
     def _line(self, finished: FinishedStep, rate: float) -> str:
         launched, steps = finished.launched, self.config.train.steps
@@ -204,4 +212,15 @@ def _gate_fields(gates: list[list[float]] | None) -> dict[str, Any]:
         "gate_collapse_fraction": round(sum(layer[4] for layer in gates) / len(gates), 5),
         "gate_shares": [[round(share, 4) for share in layer[:3]] for layer in gates],
         "gate_entropy": entropy,
+    }
+
+
+def _selection_fields(selection: list[list[float]] | None) -> dict[str, list[float]]:
+    """Return one list over the NSA layers per figure; empty when no layer has a choice, as in short sequences."""
+    if not selection or not all(math.isfinite(figure) for layer in selection for figure in layer):
+        return {}
+    columns = zip(*selection, strict=True)
+    return {
+        f"selection_{name}": [round(figure, 4) for figure in column]
+        for name, column in zip(SELECTION_STATISTICS, columns, strict=True)
     }

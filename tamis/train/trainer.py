@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from tamis.checkpoint.file import load_checkpoint, require_whole_state, save_checkpoint
 from tamis.config import Config, ConfigError
@@ -28,13 +29,15 @@ from tamis.train.console import Console
 from tamis.train.distributed import Ranks, device_name, is_sharded, model_config
 from tamis.train.guards import Anomaly, Guard, fingerprint, raise_difference, require_agreement
 from tamis.train.memory import MemoryDumps
-from tamis.train.metrics import AsyncReadback, unpack_step
+from tamis.train.metrics import AsyncReadback, rows_of, unpack_step
 from tamis.train.optimizer import learning_rate
+from tamis.train.selection import SELECTION_STATISTICS
 from tamis.train.step import TrainStep
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
 from tamis.train.tools.selfcheck import require_right_attention
 
 MANY_PASSES = 5  # over the data: up to four cost little, more are memorised (arXiv 2305.16264)
+SELECTION_EVERY = 50  # logged steps between measurements of selection health: each costs a forward pass
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 
@@ -135,8 +138,19 @@ class Trainer:
         with self.memory_dumps.around(number):
             metrics = self.train_step(batch.tokens if batch else None, number, flags)
         rate, forward_s = learning_rate(number, self.config.train), self.train_step.forward_seconds()
-        self.readback.push(LaunchedStep(number, rate, fetch_s, self.position, forward_s), metrics)
+        selection = self._measure_selection(number, batch)
+        launched = LaunchedStep(number, rate, fetch_s, self.position, selection.numel(), forward_s)
+        self.readback.push(launched, torch.cat([metrics, selection]))
         self.step, self.position = number, self.loader.state()
+
+    def _measure_selection(self, number: int, batch: Batch | None) -> Tensor:
+        """Return the selection statistics of every NSA layer, flat, on the device; empty at most steps."""
+        train, sharded = self.config.train, is_sharded(self.config, self.ranks)
+        is_due = number == train.steps or _is_due(number, SELECTION_EVERY * train.log_every)
+        is_measured = train.aux_stats and "nsa" in self.config.layer_kinds and self.ranks.is_main and not sharded
+        if not (is_due and is_measured and batch):
+            return torch.empty(0, device=self.ranks.device)
+        return self.train_step.selection_statistics(batch.tokens).flatten()
 
     def _fetch(self) -> Batch | None:
         """Return the next batch, or None when the data failed: the other ranks see that in this step's metrics."""
@@ -152,13 +166,15 @@ class Trainer:
         self.run.require_held()  # before any file is written by its path
         requested: list[StopReason] = []
         for launched, values in self.readback.pop(self.readback.lag if keep is None else keep):
-            metrics = unpack_step(values, len(STOP_REASONS), self.config.model.n_layers)
+            end = len(values) - launched.selection_values
+            metrics = unpack_step(values[:end], len(STOP_REASONS))
+            selection = rows_of(values[end:], len(SELECTION_STATISTICS))
             if metrics.lacks_data:
                 self._end_without_data(launched)
             self.guard.check(launched.step, metrics.loss, metrics.grad_norm)
             if metrics.weights_differ:
                 raise_difference(self.train_step.decoder, self.ranks, launched.step)
-            self.telemetry.finished(FinishedStep(launched, metrics.loss, metrics.grad_norm, metrics.gates))
+            self.telemetry.finished(FinishedStep(launched, metrics.loss, metrics.grad_norm, metrics.gates, selection))
             requested += [reason for reason, flag in zip(STOP_REASONS, metrics.flags, strict=True) if flag]
         return requested[0] if requested else None
 

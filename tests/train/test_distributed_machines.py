@@ -57,7 +57,7 @@ def test_a_killed_worker_is_restarted_on_both_machines_and_a_halt_is_final(tmp_p
     beats = [last_beat(run, rank) for rank in (0, 1)]
     assert [(beat.phase, beat.exit_code) for beat in beats if beat] == [("halted", 3), ("halted", 3)], said
     assert "resuming from" in said and said.count("halted at step") == 1, said
-    assert said.count("resuming from") == 1, "a halted run is not restarted"
+    assert "a restart does not change that" not in said, "torchrun does not restart a halted run"
     assert "ChildFailedError" not in said, "a halt is not shown as a crash"
     assert latest_valid_checkpoint(run) == beats[0].step == beats[1].step  # type: ignore[union-attr]
 

@@ -68,7 +68,7 @@ class Trainer:
         """One step on four sequences, however the configuration divides them into micro-batches."""
         train = self.config.train
         tokens = next(self._batches).reshape(train.accumulate_grad_batches, train.batch_size, -1)
-        return unpack_step(self.step(tokens, number).tolist(), flags=0, layers=2)
+        return unpack_step(self.step(tokens, number).tolist(), flags=0)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.step.decoder.named_parameters()}
@@ -158,7 +158,7 @@ def test_a_non_finite_or_missing_batch_changes_no_weight_and_no_moment(
             numbers = trainer(2)
         assert math.isnan(numbers.loss)
     else:
-        numbers = unpack_step(trainer.step(None, 2).tolist(), flags=0, layers=2)
+        numbers = unpack_step(trainer.step(None, 2).tolist(), flags=0)
         assert numbers.lacks_data
     assert not math.isfinite(numbers.grad_norm)
     assert same_bits(weights, trainer.weights()) and same_bits(moments, trainer.moments())

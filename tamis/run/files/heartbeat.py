@@ -66,6 +66,9 @@ class Heartbeat:
     gate_collapse_fraction: float | None = None  # share of heads where one branch takes nearly all
     gate_shares: list[list[float]] | None = None  # per layer: compressed, selected, window
     gate_entropy: list[float] | None = None  # per layer
+    selection_distinct: list[float] | None = None  # per NSA layer: share of the older blocks that some query chose
+    selection_distance: list[float] | None = None  # per NSA layer: how far back, 0 newest to 1 oldest
+    selection_likeness: list[float] | None = None  # per NSA layer: neighbours' agreement, 0 random to 1 the same
     save_error: str | None = None  # with checkpoint: why this save failed; none when it succeeded
     exit_code: int | None = None  # with done, halted, failed: the code this rank exits with
     lasting: bool | None = None  # with failed: true when another try would end the same way
