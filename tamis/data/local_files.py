@@ -68,7 +68,8 @@ def read_parquet(path: Path, text_column: str, start: int = 0) -> Iterator[Recor
         with path.open("rb") as content:
             yield from parquet_records(content, text_column, start, path.name)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet ({error}): replace or remove the file") from error
+        problem = " ".join(str(error).split())  # Arrow's messages may have several lines
+        raise DataError(f"{path} cannot be read as parquet ({problem}): replace or remove the file") from error
 
 
 def parquet_records(content: BinaryIO, text_column: str, start: int, name: str) -> Iterator[Record]:
