@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -43,3 +44,48 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
         spills = {name: k["stack"] for name, k in hot.items() if "'D': 128" in name and k["stack"] > MOST_STACK + 8}
         assert spills == {}, "head dim 128 keeps its sums in registers"
+
+
+# Kernel and rows of its tile → bytes. Both serve head dim 128 and were faster on an H200 than what spills nothing.
+MOST_SPILLED = {("backward_halves", 64): 16, ("_forward_tiles", 256): 24}
+
+SELECTED = """
+import json, sys, torch
+from tests.attention.ahead_of_time import record_launches, resources
+from tamis.attention.kernels.selected.backward import selected_backward
+from tamis.attention.kernels.selected.pairs import selected_forward
+from tamis.attention.spec import NSASpec
+arch, spec = int(sys.argv[1]), NSASpec()
+kernels = record_launches(arch)
+for heads, dim, tokens in ((6, 64, 2048), (6, 64, 8192), (16, 128, 2048), (16, 128, 8192)):
+    q, kv = (torch.empty(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, 1))
+    ids = torch.empty(1, tokens, 1, spec.n_sel, dtype=torch.int32)
+    out, lse = selected_forward(q, kv, kv, ids, spec, trusted=True)
+    selected_backward(q, kv, kv, ids, lse, q, q[..., 1], lse, out, spec, trusted=True)
+print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}))
+"""
+
+
+def may_spill(name: str) -> int:
+    rows = re.search(r"'ROWS': (\d+)", name)
+    return MOST_SPILLED.get((name.split()[0], int(rows[1]) if rows else 0), MOST_STACK)
+
+
+@pytest.mark.parametrize(("arch", "shared_memory", "kinds"), [(80, 163 << 10, 6), (90, 227 << 10, 6)])
+def test_the_selected_branch_compiles_fits_and_does_not_spill(arch, shared_memory, kinds) -> None:  # type: ignore[no-untyped-def]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", SELECTED, str(arch)], capture_output=True, text=True, env=environment, timeout=280
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernels = json.loads(run.stdout.splitlines()[-1])
+    assert {name: k for name, k in kernels.items() if k["shared"] > shared_memory} == {}
+    assert {name: k for name, k in kernels.items() if k["stack"] > may_spill(name)} == {}
+    hot = {
+        name: k
+        for name, k in kernels.items()
+        if name.startswith(("_forward_tiles", "_forward_items", "backward_items", "backward_halves"))
+    }
+    assert len(hot) == kinds
+    if arch == 90:
+        assert all(k["wgmma"] and not k["mma"] for k in hot.values()), "not on Hopper's own matrix instructions"
