@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from tamis.run.files.directory import DirectoryReplaced, RunDirectory
+from tamis.run.files.directory import RunDirectory
 from tamis.run.files.reading import open_regular, read_json
 
 ProcessState = Literal["running", "stopped", "dead", "unknown"]
