@@ -30,12 +30,20 @@ class TrainingRow:
     lr: float
     toks_per_s: float
 
+    @classmethod
+    def of(cls, row: list[float]) -> TrainingRow:
+        return cls(int(row[0]), *row[1:])
+
 
 @dataclass(frozen=True)
 class ValidationRow:
     step: int
     loss: float
     ppl: float
+
+    @classmethod
+    def of(cls, row: list[float]) -> ValidationRow:
+        return cls(int(row[0]), *row[1:])
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,8 @@ def read_evidence(run_dir: str | Path | RunDirectory) -> Evidence:
         directory=directory,
         config=read_config(directory),
         info=read_info(directory.run_info),
-        training=read_training(directory.training_csv),
-        validation=read_validation(directory.val_csv),
+        training=[TrainingRow.of(row) for row in _number_rows(directory.training_csv, columns=4)],
+        validation=[ValidationRow.of(row) for row in _number_rows(directory.val_csv, columns=3)],
         beats={rank: read_heartbeats(path) for rank, path in directory.heartbeats().items()},
         events=read_events(directory),
         usage=read_usage(usage_csv(directory)),
@@ -153,14 +161,6 @@ def parse_config(text: str) -> Config:
     if not isinstance(tree, dict):
         raise ConfigError("not a YAML mapping")
     return build_config(tree)
-
-
-def read_training(path: Path) -> list[TrainingRow]:
-    return [TrainingRow(int(step), loss, lr, speed) for step, loss, lr, speed in _number_rows(path, columns=4)]
-
-
-def read_validation(path: Path) -> list[ValidationRow]:
-    return [ValidationRow(int(step), loss, ppl) for step, loss, ppl in _number_rows(path, columns=3)]
 
 
 def _number_rows(path: Path, columns: int) -> list[list[float]]:

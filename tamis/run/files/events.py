@@ -52,9 +52,10 @@ class EventLog:
         self.record(alarm.kind, alarm.reason, severity=alarm.severity, rank=alarm.rank, **alarm.evidence)
 
 
-def read_events(run: RunDirectory) -> list[dict[str, Any]]:
+def read_events(run: RunDirectory, most: int | None = None) -> list[dict[str, Any]]:
     """The newest events, oldest first, each with `ts`, `by`, `event` and `reason`; other lines are skipped."""
-    return [event for line in read_last_lines(run.events, MOST_BYTES) if (event := parse_event(line)) is not None]
+    lines = read_last_lines(run.events, MOST_BYTES, most)
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def parse_event(line: str | bytes) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ A line is one write() without fsync: it survives the process, and costs a few mi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from tamis.run.files.lock import ProcessId, this_host
-from tamis.run.files.reading import open_regular, open_to_read, parse_json_line, read_last_lines
+from tamis.run.files.reading import lines_after, open_regular, open_to_read, parse_json_line, read_last_lines
 from tamis.run.files.records import is_time
 
 Phase = Literal[
@@ -222,46 +223,45 @@ def _beats_in(path: Path, tail: int | None) -> list[Heartbeat]:
 
 
 class HeartbeatFollower:
-    """Gives the beats that were added to a file since the last look, through rotation and restarts."""
+    """Returns the beats that were added to a file since the last look, through rotation and restarts.
 
-    def __init__(self, path: str | Path) -> None:
+    The first look begins `last_bytes` before the end, by default at the beginning.
+    """
+
+    def __init__(self, path: str | Path, last_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.problem: str | None = None  # why the file could not be read at the last look
+        self._last_bytes = last_bytes
         self._inode = 0
         self._offset = 0
 
     def poll(self) -> list[Heartbeat]:
         fresh: list[bytes] = []
+        self.problem = None
         try:
             with open_to_read(self.path) as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if self._inode and inode != self._inode:  # rotated: finish the old file first
-                    fresh += self._rest_of_previous()
-                    self._offset = 0
-                self._inode = inode
+                self._begin_or_rotate(os.fstat(file.fileno()), fresh)
                 fresh += self._lines_after(file, MOST_BYTES_PER_POLL)
-            self.problem = None
         except FileNotFoundError:
-            self.problem = None
+            pass
         except OSError as error:
             self.problem = str(error)
         return [beat for beat in map(Heartbeat.from_line, fresh) if beat is not None]
 
-    def _rest_of_previous(self) -> list[bytes]:
-        try:
-            with open_to_read(previous_file(self.path)) as file:
-                return self._lines_after(file, MAX_BYTES)
-        except OSError:
-            return []
+    def _begin_or_rotate(self, state: os.stat_result, fresh: list[bytes]) -> None:
+        if not self._inode and self._last_bytes is not None:
+            self._offset = max(0, state.st_size - self._last_bytes)
+        if self._inode and state.st_ino != self._inode:  # rotated: finish the old file first
+            with contextlib.suppress(OSError), open_to_read(previous_file(self.path)) as file:
+                fresh += self._lines_after(file, MAX_BYTES)
+            self._offset = 0
+        self._inode = state.st_ino
 
     def _lines_after(self, file: IO[bytes], most: int) -> list[bytes]:
         if os.fstat(file.fileno()).st_size < self._offset:
             self._offset = 0
-        file.seek(self._offset)
-        block = file.read(most)
-        complete, newline, _ = block.rpartition(b"\n")
-        self._offset += len(complete) + len(newline) or (len(block) if len(block) == most else 0)
-        return complete.split(b"\n")
+        lines, self._offset = lines_after(file, self._offset, most)
+        return lines
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 MIB = 1024**2
+LONGEST_ROW_BYTES = 512
 MOST_DOCUMENT_BYTES = 4 * MIB  # of a JSON, YAML or text file that is read as a whole
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -87,23 +88,49 @@ def read_last_lines(path: str | Path, most_bytes: int, most_lines: int | None = 
     """The complete lines in the last `most_bytes` of a file, at most `most_lines`; none if there is no such file."""
     try:
         with open_to_read(path) as file:
-            end = file.seek(0, os.SEEK_END)
-            start = max(0, end - most_bytes)
-            block = _block_of_lines(file, start, end, most_lines)
+            lines = _last_lines(file, most_bytes, most_lines)
     except OSError:
         return []
-    lines = block.split(b"\n")[:-1]
     return lines if most_lines is None else lines[-most_lines:]
 
 
-def _block_of_lines(file: IO[bytes], start: int, end: int, most_lines: int | None) -> bytes:
-    """The bytes from `start`, or from later if they hold enough lines; a line cut at the beginning is dropped."""
-    block, position = b"", end
-    while position > start and (most_lines is None or block.count(b"\n") <= most_lines):
-        size = position - start if most_lines is None else min(position - start, 1 << 16)
+def sample_lines(file: IO[bytes], count: int, tail_bytes: int) -> list[bytes]:
+    """`count` lines at evenly spaced positions of a long file, then all lines of its last `tail_bytes`.
+
+    The file is left at the end of the last complete line.
+    """
+    older = max(0, file.seek(0, os.SEEK_END) - tail_bytes)
+    sampled = [_line_at(file, older * number // count) for number in range(count if older else 0)]
+    newest = _last_lines(file, tail_bytes, None)
+    return [line for line in sampled if line] + newest
+
+
+def lines_after(file: IO[bytes], offset: int, most: int) -> tuple[list[bytes], int]:
+    """The complete lines in the next `most` bytes, and where the next look begins; a longer line is skipped."""
+    file.seek(offset)
+    block = file.read(most)
+    complete, newline, _ = block.rpartition(b"\n")
+    return complete.split(b"\n"), offset + (len(complete) + len(newline) or (len(block) if len(block) == most else 0))
+
+
+def _last_lines(file: IO[bytes], most_bytes: int, most_lines: int | None) -> list[bytes]:
+    """Read backwards until there are enough lines; a line cut at the beginning is dropped."""
+    end = position = file.seek(0, os.SEEK_END)
+    block = b""
+    while position > max(0, end - most_bytes) and (most_lines is None or block.count(b"\n") <= most_lines):
+        size = most_bytes if most_lines is None else max(len(block), 1 << 16)  # doubled, so that few copies are made
+        size = min(size, position - max(0, end - most_bytes))
         position = file.seek(position - size)
         block = file.read(size) + block
-    return block.partition(b"\n")[2] if position > 0 else block
+    *lines, rest = block.split(b"\n")
+    file.seek(end - len(rest))
+    return lines[1:] if position > 0 else lines
+
+
+def _line_at(file: IO[bytes], offset: int) -> bytes:
+    """The first complete line after `offset`; empty where a line is longer than a row can be."""
+    parts = os.pread(file.fileno(), LONGEST_ROW_BYTES, offset).split(b"\n", 2)  # no more than this, unlike file.read
+    return parts[1] if len(parts) == 3 else b""
 
 
 def _open(path: str | Path, flags: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis.run.locate import existing_run
+from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import snapshot_text
 
@@ -26,7 +27,8 @@ def show_run(run_dir: str | Path, *, once: bool = False, as_json: bool = False, 
         return _show_once(run_dir, as_json)
     from tamis.run.monitor.screen import MonitorScreen  # textual is an optional dependency
 
-    MonitorScreen(lambda: read_snapshot(run_dir), every_s=every_s).run()
+    files = GrowingFiles()
+    MonitorScreen(lambda: read_snapshot(run_dir, files=files), every_s=every_s).run()
     return 0
 
 

@@ -16,21 +16,20 @@ from typing import Any
 
 from tamis.config import Config
 from tamis.config.size import parameter_count
-from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config, read_training, read_validation
+from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config
 from tamis.run.checks.findings import utc
 from tamis.run.eta import TokenProgress, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
-from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
+from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.info import read_info
 from tamis.run.files.manifest import read_manifest
 from tamis.run.locate import runs_near
 from tamis.run.monitor.alerts import Alert, find_alerts
+from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.ranks import RankView, State, rank_view, state_of
 
-BEATS_OF_RANK_0 = 3000  # about a thousand steps: enough for recent curves and a steady ETA
-BEATS_OF_OTHERS = 60
 RECENT_EVENTS = 8
 
 
@@ -94,8 +93,17 @@ class Snapshot:
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequence[Gpu] | None = None) -> Snapshot:
-    """Read everything the monitor shows. `now` and `gpus` default to the machine's own."""
+def read_snapshot(
+    run_dir: str | Path,
+    *,
+    now: float | None = None,
+    gpus: Sequence[Gpu] | None = None,
+    files: GrowingFiles | None = None,
+) -> Snapshot:
+    """Read everything the monitor shows. `now` and `gpus` default to the machine's own.
+
+    With the same `files`, a later call reads only what was added to heartbeats and CSV files.
+    """
     now = time.time() if now is None else now
     alerts: list[Alert] = []
     if gpus is None:
@@ -105,7 +113,7 @@ def read_snapshot(run_dir: str | Path, *, now: float | None = None, gpus: Sequen
             gpus, alerts = [], [Alert("problem", str(error))]
     directory = active_directory(RunDirectory(run_dir))
     if directory.path.is_dir():
-        snapshot = _read(directory, now, list(gpus))
+        snapshot = _read(directory, now, list(gpus), files or GrowingFiles())
         return replace(snapshot, alerts=alerts + snapshot.alerts)
     sentence = f"the run directory does not exist yet{_others(directory.path)}"
     return Snapshot(str(directory.path), utc(now), "missing", sentence, gpus=[*gpus], alerts=alerts)
@@ -137,16 +145,15 @@ def _last_written(directory: RunDirectory) -> float:
     return max(times)
 
 
-def _read(directory: RunDirectory, now: float, gpus: list[Gpu]) -> Snapshot:
+def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFiles) -> Snapshot:
     config, info = read_config(directory), read_info(directory.run_info)
-    beats = _read_beats(directory)
+    beats = files.beats(directory)
     ranks = [rank_view(rank, of_rank, now) for rank, of_rank in beats.items() if of_rank]
     state, headline = state_of(directory, ranks)
     ends = [beat for beat in beats.get(0, []) if beat.phase == "step_end"]
     last = ends[-1] if ends else None
     processes = info.get("processes") or len(beats) or None
-    training = read_training(directory.training_csv)
-    events = read_events(directory)
+    training = [TrainingRow.of(row) for row in files.rows(directory.training_csv, columns=4)]
     return Snapshot(
         run_dir=str(directory.path),
         taken_at=utc(now),
@@ -168,7 +175,7 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu]) -> Snapshot:
         mfu=_latest(ends, "mfu"),
         times=_step_times(ends),
         training=training if len(training) > 1 else _rows_of_beats(ends),
-        validation=read_validation(directory.val_csv),
+        validation=[ValidationRow.of(row) for row in files.rows(directory.val_csv, columns=3)],
         ranks=ranks,
         gates=_gate_views(ends),
         gate_entropy_mean=_latest(ends, "gate_entropy_mean"),
@@ -176,15 +183,8 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu]) -> Snapshot:
         gpus=gpus,
         checkpoints=_checkpoint_views(directory),
         alerts=find_alerts(directory, config, beats, ranks, state),
-        events=events[-RECENT_EVENTS:],
+        events=read_events(directory, RECENT_EVENTS),
     )
-
-
-def _read_beats(directory: RunDirectory) -> dict[int, list[Heartbeat]]:
-    return {
-        rank: read_heartbeats(path, tail=BEATS_OF_OTHERS if rank else BEATS_OF_RANK_0)
-        for rank, path in directory.heartbeats().items()
-    }
 
 
 def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> TokenProgress:

@@ -28,6 +28,7 @@ from tamis.run.handover.curves import thinned
 from tamis.run.locate import NoSuchRun, existing_run
 from tamis.run.monitor import snapshot as monitor_snapshot
 from tamis.run.monitor.command import show_run
+from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.screen import Curves, MonitorScreen, Panel
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import newest_events_first, rank_lines, snapshot_text
@@ -178,6 +179,33 @@ def test_broken_files_do_not_stop_the_monitor(tmp_path):
             file.write(b'\xff\xfe{"half": ')
     run.manifest(20).write_text("{")
     assert text_of(tmp_path)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_million_rows_are_sampled_and_later_looks_read_only_what_is_new(tmp_path):
+    run = live(tmp_path)
+    rows = "".join(f"{step},{2 + 1000 / step:.6f},0.0002,1234.5\n" for step in range(1, 1_000_001))
+    run.training_csv.write_text("step,loss,lr,toks_per_s\n" + rows)
+    for path, times in ((run.heartbeat(0), 300), (run.events, 100_000)):
+        path.write_bytes(path.read_bytes() * times)
+    size = sum(path.stat().st_size for path in (run.training_csv, run.heartbeat(0), run.events))
+    files, before = GrowingFiles(), bytes_read()
+    snapshot = read_snapshot(tmp_path, gpus=[], files=files)
+    assert bytes_read() - before < size / 4
+    steps = [row.step for row in snapshot.training]
+    assert steps == sorted(set(steps))
+    assert (steps[0] < 1_000, steps[-1], len(steps) < 20_000) == (True, 1_000_000, True)
+    with open(run.training_csv, "a") as file:
+        file.write("1000001,2.0,0.0002,1234.5\n")
+    before = bytes_read()
+    assert read_snapshot(tmp_path, gpus=[], files=files).training[-1].step == 1_000_001
+    assert bytes_read() - before < 1_000_000
+    run.training_csv.write_text("step,loss,lr,toks_per_s\n1,2.0,0.1,5\n2,2.0,0.1,5\n")  # a fresh start
+    assert [row.step for row in read_snapshot(tmp_path, gpus=[], files=files).training] == [1, 2]
 
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\r\nFAKE LINE"
