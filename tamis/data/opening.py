@@ -113,10 +113,10 @@ def _held_out_rows(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
         return held_out_stretches(config, wanted)
     if not config.data.val_fraction:
         return []
-    return rows_of(held_out_tokens(config, open_source(config)), config.train.seq_len, wanted)
+    return first_samples(held_out_tokens(config, open_source(config)), config.train.seq_len, wanted)
 
 
-def rows_of(documents: Iterator[TokenIds], seq_len: int, wanted: int) -> list[npt.NDArray[np.int32]]:
+def first_samples(documents: Iterator[TokenIds], seq_len: int, wanted: int) -> list[npt.NDArray[np.int32]]:
     """The first samples of one packed row of documents; each begins with the last token of the one before."""
     pieces, available = [], 0
     for ids in documents:
