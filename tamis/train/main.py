@@ -69,8 +69,6 @@ def train_config(config: Config, resume: str | None = None) -> int:
     """Train `config` in this process, alone or as one of torchrun's ranks; returns the exit code."""
     started = time.time()
     _require_gpu_for_production(config)
-    if config.data.packing == "documents":  # until Decoder.loss takes the offsets of Batch.cu_seqlens
-        raise ConfigError("data.packing: documents is not trained by this version: set data.packing: stream")
     require_same_run(RunDirectory(config.train.out_dir), config)  # before anything in the directory changes
     if (problem := _problem_with(resume, config)) is not None:
         Console().error(problem)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.config import Config
+from tamis.data import document_offsets
 from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
 from tamis.train.guards import weights_differ
@@ -25,7 +26,7 @@ from tamis.train.selection import selection_statistics
 GRAPH_WARM_UP = 3  # runs before a capture: compilation and the allocator must have settled
 
 Outputs = tuple[Tensor, Tensor | None]  # detached loss and gate statistics of a micro-batch
-ForwardBackward = Callable[[Tensor], Outputs]
+ForwardBackward = Callable[[Tensor, Tensor | None], Outputs]  # of tokens, and the offsets of packed documents
 
 
 class Loss(nn.Module):
@@ -35,8 +36,8 @@ class Loss(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.decoder.loss(tokens_BS1)
+    def forward(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.decoder.loss(tokens_BS1, cu_seqlens)
 
 
 class TrainStep:
@@ -56,21 +57,29 @@ class TrainStep:
             self.optimizer.keep_gradients = True
             self._graph = GraphedMicroBatch(self._forward_backward, decoder.parameters())
 
-    def loss(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor | None]:
+    def loss(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         with attention_kernels(self.config), autocast(self.config, self.device):
-            return self.model(tokens_BS1)  # type: ignore[no-any-return]
+            return self.model(tokens_BS1, cu_seqlens)  # type: ignore[no-any-return]
 
-    def __call__(self, tokens_ABS1: np.ndarray | None, number: int, flags: Sequence[bool] = ()) -> Tensor:
+    def __call__(
+        self,
+        tokens_ABS1: np.ndarray | None,
+        number: int,
+        flags: Sequence[bool] = (),
+        offsets_AN: np.ndarray | None = None,
+    ) -> Tensor:
         """Train on the micro-batches `[A, B, S+1]` as optimizer step `number`; returns its packed metrics.
 
         A rank without data (None) still takes part, so that the others do not wait for it; then no rank updates.
+        `offsets_AN` are the loader's offsets of packed documents; without them they are found in the tokens.
         """
-        micro_batches = self._to_device(self._no_tokens() if tokens_ABS1 is None else tokens_ABS1)
+        micro_batches = self._no_tokens() if tokens_ABS1 is None else tokens_ABS1
+        offsets = self._offsets(micro_batches, offsets_AN)
         losses, gates = [], []
-        for index, tokens in enumerate(micro_batches):
+        for index, inputs in enumerate(zip(self._to_device(micro_batches), offsets, strict=True)):
             with synchronised_only_if(index + 1 == len(micro_batches), self.model):
                 graph = self._graph
-                loss, of_gates = self._forward_backward(tokens) if graph is None else graph(tokens, index == 0)
+                loss, of_gates = self._forward_backward(*inputs) if graph is None else graph(*inputs, index == 0)
             losses.append(loss)
             gates += [] if of_gates is None else [of_gates]
         own = pack_own(_mean(losses), tokens_ABS1 is None, flags, _mean(gates) if gates else None)
@@ -85,7 +94,7 @@ class TrainStep:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            loss, _ = self.loss(torch.from_numpy(batch).to(self.device, torch.long))
+            loss, _ = self.loss(torch.from_numpy(batch).to(self.device, torch.long), *self._offsets(batch[None]))
             sums += torch.tensor([float(loss), 1.0], dtype=torch.float64)
         self.model.train()
         total, count = (sum(column) for column in zip(*self.ranks.gather(sums.tolist()), strict=True))
@@ -111,10 +120,18 @@ class TrainStep:
         train = self.config.train
         return np.zeros((train.accumulate_grad_batches, train.batch_size, train.seq_len + 1), np.int32)
 
-    def _forward_backward(self, tokens_BS1: Tensor) -> Outputs:
+    def _offsets(self, tokens_ABS1: np.ndarray, offsets_AN: np.ndarray | None = None) -> list[Tensor] | list[None]:
+        """Return each micro-batch's offsets of documents on the device; None if attention crosses documents."""
+        if self.config.data.packing == "stream":
+            return [None] * len(tokens_ABS1)
+        if offsets_AN is None:
+            offsets_AN = np.stack([document_offsets(rows, self.config.vocab_size - 1) for rows in tokens_ABS1])
+        return list(torch.from_numpy(offsets_AN).to(self.device, non_blocking=True))
+
+    def _forward_backward(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> Outputs:
         began = None if self._graph else timestamp(self.device)  # a replayed graph cannot be timed inside
         with torch.profiler.record_function("forward"):
-            loss, gates = self.loss(tokens_BS1)
+            loss, gates = self.loss(tokens_BS1, cu_seqlens)
         if began is not None:
             self._forwards.append((began, timestamp(self.device)))
         with torch.profiler.record_function("backward"):
@@ -129,7 +146,7 @@ class TrainStep:
 
 
 class GraphedMicroBatch:
-    """Capture `work` as a CUDA graph on first use and replay it afterwards; the tokens must keep their shape.
+    """Capture `work` as a CUDA graph on first use and replay it afterwards; the inputs must keep their shapes.
 
     Gradients live in fixed buffers. A step's first micro-batch writes them and the others add to them: two graphs,
     since a graph always does the same. Nothing is zeroed, and a step of one micro-batch never adds.
@@ -139,24 +156,26 @@ class GraphedMicroBatch:
         self._work, self._parameters = work, list(parameters)
         self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
 
-    def __call__(self, tokens_BS1: Tensor, is_first: bool) -> Outputs:
+    def __call__(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None, is_first: bool) -> Outputs:
         """Replay. `is_first` of its step: gradients are written, not added to. The very first call must set it."""
         if not self._captured:
-            self._warm_up(tokens_BS1)
+            self._warm_up(tokens_BS1, cu_seqlens)
         if is_first not in self._captured:
             self._captured[is_first] = self._capture()
         graph, (loss, gates) = self._captured[is_first]
         self._tokens.copy_(tokens_BS1)
+        if self._cu_seqlens is not None and cu_seqlens is not None:
+            self._cu_seqlens.copy_(cu_seqlens)
         graph.replay()
         return loss.clone(), None if gates is None else gates.clone()  # the next replay overwrites them
 
-    def _warm_up(self, tokens_BS1: Tensor) -> None:
-        self._tokens = tokens_BS1.clone()
+    def _warm_up(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None) -> None:
+        self._tokens, self._cu_seqlens = tokens_BS1.clone(), None if cu_seqlens is None else cu_seqlens.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(GRAPH_WARM_UP):
-                self._work(self._tokens)
+                self._work(self._tokens, self._cu_seqlens)
         torch.cuda.current_stream().wait_stream(side)
         for parameter in self._parameters:
             parameter.grad = None  # without a gradient to add to, the capture that follows makes the buffers
@@ -165,7 +184,7 @@ class GraphedMicroBatch:
         graph = torch.cuda.CUDAGraph()
         shared = next((other.pool() for other, _ in self._captured.values()), None)  # they never run at once
         with torch.cuda.graph(graph, pool=shared):
-            return graph, self._work(self._tokens)
+            return graph, self._work(self._tokens, self._cu_seqlens)
 
 
 def _mean(of_micro_batches: list[Tensor]) -> Tensor:

@@ -135,8 +135,9 @@ class Trainer:
         self.telemetry.beat("progress", number, dt_fetch_s=round(fetch_s, 5))
         requested = self.signals.stop_requested
         flags = [requested == reason for reason in STOP_REASONS]
+        tokens, offsets = (batch.tokens, batch.cu_seqlens) if batch else (None, None)
         with self.memory_dumps.around(number):
-            metrics = self.train_step(batch.tokens if batch else None, number, flags)
+            metrics = self.train_step(tokens, number, flags, offsets)
         rate, forward_s = learning_rate(number, self.config.train), self.train_step.forward_seconds()
         selection = self._measure_selection(number, batch)
         launched = LaunchedStep(number, rate, fetch_s, self.position, selection.numel(), forward_s)
