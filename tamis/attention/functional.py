@@ -22,7 +22,7 @@ from tamis.attention.checks import (
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
-from tamis.attention.packing import compressed_layout
+from tamis.attention.packing import PackedRow, compressed_layout
 from tamis.attention.spec import NSASpec
 
 Backend = Literal["auto", "reference", "triton"]
@@ -45,21 +45,34 @@ def nsa_attention(
     spec: NSASpec,
     backend: Backend = "auto",
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | PackedRow | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Native Sparse Attention: `[B,S,H,D]` from queries, three branches of keys and values, and gates `[B,S,H,3]`.
+    """Native Sparse Attention over separate keys and values for each branch.
 
-    With `cu_seqlens`, int32 `[documents + 1]`, B is 1 and the row holds several documents: see `packing`, also for the
-    layout of the compressed keys and values.
+    Args:
+        q: queries `[B,S,H,D]`.
+        k_cmp, v_cmp: compressed keys and values `[B,Nc,G,D]`, with `Nc = spec.compressed_blocks(S)`.
+        k_sel, v_sel, k_win, v_win: keys and values of the selected and the window branch, `[B,S,G,D]`.
+        gates: weights of the compressed, selected and window branches after the sigmoid, `[B,S,H,3]`.
+        spec: block sizes and counts.
+        backend: `"auto"` (kernels on a GPU, else the reference), `"reference"` or `"triton"`.
+        cu_seqlens: int32 `[documents + 1]`, the offsets of packed documents in a row with B = 1, or the `PackedRow`
+            made of them, which the layers of a model can share. `packing.compressed_layout` has the layout of `k_cmp`
+            and `v_cmp`; their unused slots may hold any finite number.
+        scale: of the scores, by default `D ** -0.5`.
+
+    Returns:
+        `[B,S,H,D]` in the dtype of `q`.
     """
     check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
-    if not _use_kernels(q, backend, packed=cu_seqlens is not None):
-        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, cu_seqlens)
+    offsets = _offsets(cu_seqlens, q)
+    if not _use_kernels(q, backend):
+        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, offsets, scale)
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
-    return op.nsa_forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))[0]
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))
+    return op.nsa_forward(*inputs, *_packed(cu_seqlens, q, spec), scale)[0]
 
 
 def nsa(
@@ -99,20 +112,36 @@ def nsa(
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto", *, cu_seqlens: Tensor | None = None
+    q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto", *, cu_seqlens: Tensor | PackedRow | None = None
 ) -> Tensor:
     """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last.
 
     With `cu_seqlens` the ids count from the first block of the query's document.
     """
     check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
-    if not _use_kernels(q, backend, packed=cu_seqlens is not None):
-        return reference.select_blocks(q, k_cmp, spec, cu_seqlens=cu_seqlens)
+    offsets = _offsets(cu_seqlens, q)
+    if not _use_kernels(q, backend):
+        return reference.select_blocks(q, k_cmp, spec, cu_seqlens=offsets)
     from tamis.attention import op
 
-    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec))
+    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec), *_packed(cu_seqlens, q, spec))
+
+
+def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:
+    offsets = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedRow) else cu_seqlens
+    if offsets is not None:
+        check_cu_seqlens(offsets, q)
+    if isinstance(cu_seqlens, PackedRow) and cu_seqlens.tokens != q.shape[1]:
+        raise ValueError(f"cu_seqlens was made for a row of {cu_seqlens.tokens} tokens, q has {q.shape[1]}")
+    return offsets
+
+
+def _packed(cu_seqlens: Tensor | PackedRow | None, q: Tensor, spec: NSASpec) -> tuple[Tensor | None, int]:
+    """The tables of a packed row and its number of documents, as an operation takes them."""
+    if cu_seqlens is None:
+        return None, 0
+    row = cu_seqlens if isinstance(cu_seqlens, PackedRow) else PackedRow.of(cu_seqlens, q.shape[1], spec)
+    return row.flat, len(row.cu_seqlens) - 1
 
 
 def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> str | None:
@@ -146,12 +175,8 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
     return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch})"
 
 
-def _use_kernels(q: Tensor, backend: Backend, packed: bool = False) -> bool:
+def _use_kernels(q: Tensor, backend: Backend) -> bool:
     if backend == "reference":
-        return False
-    if packed:
-        if backend == "triton":
-            raise ValueError('the kernels take no cu_seqlens yet; use backend="auto" or "reference"')
         return False
     if backend == "auto":
         return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None

@@ -21,21 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.checks import check_contiguous, check_like, check_queries
-from tamis.attention.kernels.banded.keys import key_gradients
-from tamis.attention.kernels.banded.queries import (
-    Rows,
-    add_query_gradient,
-    compressed_band,
-    compressed_forward,
-    window_band,
-    window_forward,
+from tamis.attention.checks import (
+    check_branch,
+    check_contiguous,
+    check_like,
+    check_queries,
+    check_start,
+    compressed_blocks,
 )  # fmt: skip
-from tamis.attention.kernels.launch import padded, unit_last_stride
+from tamis.attention.kernels.banded.keys import key_gradients
+from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
+from tamis.attention.kernels.launch import padded, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
-from tamis.attention.spec import NSASpec, Start
+from tamis.attention.packing import PackedTables
+from tamis.attention.spec import NSASpec, Start, latest_start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
 ELEMENTS = 4096  # per program
@@ -55,30 +56,51 @@ def nsa_forward(
     v_win: Tensor,
     gates: Tensor,
     spec: list[int],
+    packed: Tensor | None = None,
+    documents: int = 0,
+    scale: float | None = None,
+    block_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(mixed output, three ungated outputs, their log-sum-exps, block ids)."""
-    return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, NSASpec(*spec))
+    """(mixed output, three ungated outputs, their log-sum-exps, block ids).
+
+    `packed` is a `PackedRow.flat` of so many documents. The ids of a packed row count from the row's first block.
+    """
+    geometry = NSASpec(*spec)
+    tables = _tables(packed, documents, q, geometry)
+    return attend(
+        q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=block_ids
+    )
 
 
 def attend(
-    q: Tensor, keys_and_values: Sequence[Tensor], gates: Tensor, spec: NSASpec, start: Start = 0, first_key: int = 0
+    q: Tensor,
+    keys_and_values: Sequence[Tensor],
+    gates: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    first_key: int = 0,
+    packed: PackedTables | None = None,
+    scale: float | None = None,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
     with _range("compressed"):
-        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, trusted=True)
+        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
     with _range("selection"):
-        ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, trusted=True)
+        if ids is None:
+            ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
     with _range("selected"):
-        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, trusted=True)
+        bounds = packed.block if packed else None
+        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, bounds, scale)
     with _range("window"):
-        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, trusted=True)
+        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
 
 @nsa_forward.register_fake
-def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec):  # type: ignore[no-untyped-def]
+def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, *rest):  # type: ignore[no-untyped-def]
     B, S, H, _ = q.shape
     outs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(4)]
     lses = [q.new_empty((B, H, S), dtype=torch.float32) for _ in range(3)]
@@ -104,17 +126,24 @@ def nsa_backward(
     lse_win: Tensor,
     ids: Tensor,
     spec: list[int],
+    packed: Tensor | None = None,
+    documents: int = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = NSASpec(*spec), gates.contiguous()
+    tables = _tables(packed, documents, q, geometry)
+    bounds = tables.block if tables else None
     dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
-        q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True
-    )
+        q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
+        bounds=bounds, scale=scale,
+    )  # fmt: skip
     # Both dense branches add to dq in one pass over the queries.
-    window = window_band(k_win, v_win, geometry), Rows(lse_win, weights[WINDOW], delta[WINDOW])
-    compressed = compressed_band(k_cmp, v_cmp, geometry), Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+    window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
+    statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+    compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
     add_query_gradient(q, dout, dq, window, compressed)
     dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
     dk_win, dv_win = key_gradients(q, *window, dout)
@@ -128,29 +157,44 @@ def _(dout, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *saved):  # type
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.spec = inputs
+    *tensors, ctx.spec, packed, ctx.documents, ctx.scale, _ = inputs
     ctx.set_materialize_grads(False)  # else the unused outputs get gradients of zeros, 0.3 GiB at 64k tokens
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(packed, *tensors, *output[1:])
 
 
 def _gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    return *nsa_backward(dout, *ctx.saved_tensors, ctx.spec), None
+    packed, *tensors = ctx.saved_tensors
+    gradients = nsa_backward(dout, *tensors, ctx.spec, packed, ctx.documents, ctx.scale)
+    return *gradients, None, None, None, None, None
 
 
 nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 
 @torch.library.custom_op("tamis::select_blocks", mutates_args=())
-def select_blocks(q: Tensor, k_cmp: Tensor, spec: list[int]) -> Tensor:
-    """Block ids alone; the compressed branch runs for its log-sum-exp."""
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, spec: list[int], packed: Tensor | None = None, documents: int = 0
+) -> Tensor:
+    """Block ids alone, counted from the document's first block; the compressed branch runs for its log-sum-exp."""
     geometry = NSASpec(*spec)
-    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True)
-    return select_from_lse(q, k_cmp, lse, geometry, trusted=True)
+    tables = _tables(packed, documents, q, geometry)
+    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True, packed=tables)
+    ids = select_from_lse(q, k_cmp, lse, geometry, trusted=True, packed=tables)
+    return ids if tables is None else ids_in_documents(ids, tables)
 
 
 @select_blocks.register_fake
-def _(q, k_cmp, spec):  # type: ignore[no-untyped-def]
+def _(q, k_cmp, spec, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], spec[3]), dtype=torch.int32)
+
+
+def ids_in_documents(ids: Tensor, tables: PackedTables) -> Tensor:
+    """Ids counted from the row's first block, as ids counted from the first block of each token's document."""
+    return (ids - tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
+
+
+def _tables(packed: Tensor | None, documents: int, q: Tensor, spec: NSASpec) -> PackedTables | None:
+    return None if packed is None else PackedTables.of(packed, documents, q.shape[1], spec)
 
 
 def _range(name: str) -> AbstractContextManager[Any]:
@@ -161,6 +205,59 @@ def _range(name: str) -> AbstractContextManager[Any]:
 
 def as_numbers(spec: NSASpec) -> list[int]:
     return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
+
+
+def compressed_band(
+    k: Tensor, v: Tensor, spec: NSASpec, packed: PackedTables | None = None, scale: float | None = None
+) -> Band:
+    tables = (packed.compressed_keys, packed.compressed_rows) if packed else (None, None)
+    return Band(unit_last_stride(k), unit_last_stride(v), spec.l, spec.d, 0, softmax_scale(k, scale), *tables)
+
+
+def compressed_forward(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    trusted: bool = False,
+    packed: PackedTables | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
+    if not trusted:
+        check_branch(q, compressed_blocks(q, spec, latest_start(start)), k_cmp=k_cmp, v_cmp=v_cmp)
+    return banded_forward(q, compressed_band(k_cmp, v_cmp, spec, packed, scale), start)
+
+
+def window_band(
+    k: Tensor, v: Tensor, spec: NSASpec, packed: PackedTables | None = None, scale: float | None = None
+) -> Band:
+    tables = (packed.window_keys, packed.window_rows) if packed else (None, None)
+    return Band(unit_last_stride(k), unit_last_stride(v), 1, 1, spec.w, softmax_scale(k, scale), *tables)
+
+
+def window_forward(
+    q: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    first_key: int = 0,
+    trusted: bool = False,
+    packed: PackedTables | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key has position `first_key`.
+
+    Only the distance between the first query and the first key counts: it is the same for every tile of a graph.
+    """
+    distance = latest_start(start) - first_key
+    if not trusted:
+        check_queries(q)
+        check_start(latest_start(start), first_key, spec.w)
+        check_branch(q, distance + q.shape[1], k_win=k_win, v_win=v_win)
+    return banded_forward(q, window_band(k_win, v_win, spec, packed, scale), distance)
 
 
 @triton.jit

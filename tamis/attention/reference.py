@@ -32,8 +32,13 @@ def nsa_attention(
     gates_BSH3: Tensor,
     spec: NSASpec,
     cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """The mixed output `[B,S,H,D]`; with `cu_seqlens`, of a packed row (B = 1) as `packing` describes it."""
+    if scale is not None:
+        scaled = q_BSHD.to(_compute_dtype(q_BSHD)) * (scale * q_BSHD.shape[-1] ** 0.5)
+        others = k_cmp_BNGD, v_cmp_BNGD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3
+        return nsa_attention(scaled, *others, spec, cu_seqlens).to(q_BSHD.dtype)
     if cu_seqlens is not None:
         outputs = []
         for tokens, blocks in documents(cu_seqlens, q_BSHD.shape[1], spec):

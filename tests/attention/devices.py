@@ -69,17 +69,16 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
 
     The other dense branch takes part in the pass over the queries, as in training, with no weight: its lse is infinite.
     """
-    from tamis.attention import reference
+    from tamis.attention import op, reference
     from tamis.attention.kernels.banded import keys, queries
-    from tamis.attention.op import COMPRESSED, WINDOW, mix_backward
 
     forward, attend, index, band_of, other_band_of = {
         "compressed": (
-            queries.compressed_forward, reference.compressed_attention, COMPRESSED,
-            queries.compressed_band, queries.window_band,
+            op.compressed_forward, reference.compressed_attention, op.COMPRESSED,
+            op.compressed_band, op.window_band,
         ),
         "window": (
-            queries.window_forward, reference.window_attention, WINDOW, queries.window_band, queries.compressed_band,
+            op.window_forward, reference.window_attention, op.WINDOW, op.window_band, op.compressed_band,
         ),
     }[branch]  # fmt: skip
 
@@ -92,7 +91,7 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
     out, lse = forward(q, k, v, spec)
     outs = [torch.zeros_like(out) for _ in range(3)]
     outs[index] = out
-    dgates, weights, delta = mix_backward(dout, *outs, gates)
+    dgates, weights, delta = op.mix_backward(dout, *outs, gates)
     dq = torch.zeros_like(q)
     rows = queries.Rows(lse, weights[index], delta[index])
     none = torch.zeros_like(lse)

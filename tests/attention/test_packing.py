@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.devices import DEVICE, random_inputs, relative_rmse  # isort: skip
-from tamis.attention import NSASpec, nsa_attention, select_blocks
-from tamis.attention.packing import compressed_layout, documents, positions_in_documents
+from tests.attention.devices import DEVICE, poisoned_memory, random_inputs, relative_rmse  # isort: skip
+from tamis.attention import NSASpec, nsa_attention, op, select_blocks
+from tamis.attention.kernels import selection
+from tamis.attention.kernels.banded import keys, queries
+from tamis.attention.kernels.selected import backward, union
+from tamis.attention.packing import PackedRow, compressed_layout, documents, positions_in_documents
+
+__all__ = ["poisoned_memory"]
 
 SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 
@@ -22,11 +27,11 @@ def offsets(lengths: list[int], padding: int = 0) -> Tensor:
 
 
 def packed_inputs(lengths: list[int], spec: NSASpec, **shape: int) -> list[Tensor]:
-    """Inputs of a row; the compressed slots that no document uses are poison."""
+    """Inputs of a row; the compressed slots that no document uses hold large numbers."""
     inputs = [x.detach() for x in random_inputs(spec, tokens=sum(lengths), **shape)]
     used = sum(spec.compressed_blocks(n) for n in lengths)
     for x in inputs[1:3]:
-        x[:, used:] = float("nan")
+        x[:, used:] = 1e4
     return inputs
 
 
@@ -56,7 +61,7 @@ def assert_equals_its_documents(
     cu_seqlens = offsets(lengths, padding)
     packed = with_gradients(lambda x: nsa_attention(*x, spec, backend, cu_seqlens=cu_seqlens), inputs)  # type: ignore[arg-type]
     alone = with_gradients(lambda x: one_by_one(x, lengths, spec, "reference")[0], inputs)
-    errors = [relative_rmse(x, y) for x, y in zip(packed, alone, strict=True)]
+    errors = [relative_rmse(x, y, floor=0.1) for x, y in zip(packed, alone, strict=True)]
     assert max(errors) <= 1e-5, errors
 
 
@@ -64,6 +69,91 @@ def assert_equals_its_documents(
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 3))
 def test_the_reference_of_a_packed_row_equals_its_documents_alone(lengths: list[int], padding: int) -> None:
     assert_equals_its_documents(lengths, SPEC, "reference", padding)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(0, 3))
+def test_the_kernels_of_a_packed_row_equal_its_documents_alone(lengths: list[int], padding: int) -> None:
+    assert_equals_its_documents(lengths, SPEC, "triton", padding, groups=1, heads_per_group=2)
+
+
+# With blocks of 4 tokens, 150 tokens are more than four times as many blocks as a query chooses: both forms take part.
+FINE = NSASpec(l=4, d=2, l_sel=4, n_sel=3, w=7)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spec", "shape"),
+    [
+        ([1] * 20, SPEC, {}),
+        ([61], SPEC, {"heads_per_group": 6}),
+        ([7, 100, 43], FINE, {"heads_per_group": 1, "dim": 32}),
+        ([40, 3, 50], NSASpec(l=8, d=4, l_sel=24, n_sel=3, w=50), {"heads_per_group": 3, "groups": 2}),
+        ([30, 70], NSASpec(l=12, d=4, l_sel=4, n_sel=4, w=5), {}),
+    ],
+    ids=["one token each", "one document", "both forms", "blocks of no power of two", "wide compressed blocks"],
+)
+def test_documents_of_every_kind_give_what_they_give_alone(poisoned_memory, lengths, spec, shape) -> None:  # type: ignore[no-untyped-def]
+    assert_equals_its_documents(lengths, spec, "triton", **({"groups": 1, "heads_per_group": 2} | shape))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU copies at head dim 128 alone: see tests/gpu/matrix.py")
+def test_copied_tiles_and_gradients_in_halves_stay_inside_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (queries, keys, selection, union):
+        monkeypatch.setattr(module, "copies_tiles", lambda heads, *tensors: all(x.numel() > 0 for x in tensors))
+    monkeypatch.setattr(backward, "takes_halves", lambda *args: True)
+    assert_equals_its_documents([9, 70, 1, 30], FINE, "triton", groups=1, heads_per_group=4, dim=32)
+
+
+def test_the_kernels_choose_blocks_of_the_document_as_the_reference_does() -> None:
+    lengths = [5, 90, 1, 64]
+    q, k_cmp, *_ = packed_inputs(lengths, SPEC)
+    row = PackedRow.of(offsets(lengths, 2), sum(lengths), SPEC)
+    ids = [select_blocks(q, k_cmp, SPEC, backend, cu_seqlens=row) for backend in ("triton", "reference")]  # type: ignore[arg-type]
+    assert torch.equal(*ids)
+
+
+@pytest.mark.parametrize("lengths", [[41], [20, 21]])
+def test_scores_take_another_scale(lengths: list[int]) -> None:
+    cu_seqlens = offsets(lengths) if len(lengths) > 1 else None
+    inputs = packed_inputs(lengths, SPEC, groups=1, heads_per_group=2)
+    measured, expected, other = (
+        with_gradients(lambda x, b=b, s=s: nsa_attention(*x, SPEC, b, cu_seqlens=cu_seqlens, scale=s), inputs)
+        for b, s in (("triton", 0.7), ("reference", 0.7), ("reference", None))
+    )
+    assert max(relative_rmse(x, y) for x, y in zip(measured, expected, strict=True)) <= 1e-5
+    assert relative_rmse(other[0], expected[0]) > 0.01
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="replaces the interpreter's launches")
+def test_launches_depend_on_shapes_alone_and_the_host_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled kernel and one CUDA graph serve every batch."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from tests.attention.test_inputs import NothingIsRead
+
+    launches: list[object] = []
+
+    def recorded(self, grid):  # type: ignore[no-untyped-def]
+        def launch(*args, **kwargs):  # type: ignore[no-untyped-def]
+            numbers = [x for x in args if not hasattr(x, "data_ptr") and not hasattr(x, "base")]
+            launches.append((self.fn.__name__, grid, numbers, kwargs))
+
+        return launch
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", recorded)
+    inputs = packed_inputs([90], FINE, groups=1)
+    seen = []
+    for lengths in ([90], [1, 50, 39], [30, 30, 30]):
+        launches.clear()
+        cu_seqlens = offsets(lengths, 3 - len(lengths))
+        with NothingIsRead():
+            out, *saved = op.nsa_forward._init_fn(
+                *inputs, op.as_numbers(FINE), PackedRow.of(cu_seqlens, 90, FINE).flat, 3
+            )
+            flat = PackedRow.of(cu_seqlens, 90, FINE).flat
+            op.nsa_backward._init_fn(out, *inputs, *saved, op.as_numbers(FINE), flat, 3)
+        seen.append(list(launches))
+    assert len(seen[0]) > 15 and seen[0] == seen[1] == seen[2]
 
 
 @settings(max_examples=25, deadline=None)
@@ -114,3 +204,9 @@ def test_a_batch_of_packed_rows_is_refused() -> None:
     inputs = [x.detach() for x in random_inputs(SPEC, tokens=20, batch=2)]
     with pytest.raises(ValueError, match=r"with cu_seqlens q must be one packed row \[1, tokens, heads, dim\]"):
         nsa_attention(*inputs, SPEC, cu_seqlens=offsets([20]))
+
+
+def test_tables_of_another_row_are_refused() -> None:
+    inputs = [x.detach() for x in random_inputs(SPEC, tokens=20)]
+    with pytest.raises(ValueError, match="cu_seqlens was made for a row of 21 tokens, q has 20"):
+        nsa_attention(*inputs, SPEC, cu_seqlens=PackedRow.of(offsets([21]), 21, SPEC))

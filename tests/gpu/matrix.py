@@ -52,6 +52,9 @@ def all_cases() -> list[MatrixCase]:
             heads = HEADS_PER_GROUP[(i + 3 * j + (j == 3)) % spread]
             cases.append(MatrixCase(dtype, dim, heads, tokens=1280 if even else 1349, batch=2 if even else 1))
     cases += [MatrixCase(dtype, dim, 6, scale=LARGE_LOGITS) for dtype in DTYPES for dim in (64, 128, 256)]
+    shapes = ((64, 6), (128, 16), (128, 6), (96, 3), (256, 2))
+    cases += [MatrixCase(dtype, *shape, tokens=sum(DOCUMENTS), packed=True) for dtype in DTYPES[:2] for shape in shapes]
+    cases.append(MatrixCase("float32", 64, 6, tokens=sum(DOCUMENTS), packed=True))
     cases.append(MatrixCase("bfloat16", 128, 16, tokens=2001, batch=264, check_last=True))
     return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
 

@@ -139,6 +139,11 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
+def softmax_scale(x: Tensor, scale: float | None) -> float:
+    """The scale of the scores, by default `D ** -0.5`."""
+    return x.shape[-1] ** -0.5 if scale is None else scale
+
+
 def precision(dtype: torch.dtype) -> str:
     """float32 products must be float32, not tf32; half precision has one way to multiply."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -8,7 +8,8 @@ the lower index: the ids are the reference's except where two scores differ by f
 chunks, so that few scores are held at once.
 
 Shapes: B batch, S queries, the first at position `start`, H heads, G groups, R = H/G, D head dim, N compressed blocks;
-`RUN` blocks to a run. A kernel that gets None for `start` is compiled without it.
+`RUN` blocks to a run. A kernel that gets None for `start` is compiled without it. Scores of a packed row count blocks
+from the document of the token; its ids count from the first block of the row.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -20,17 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
-from tamis.attention.kernels.banded.queries import described_keys
+from tamis.attention.kernels.banded.queries import described_keys, load_range
 from tamis.attention.kernels.launch import (
     LOG2E,
     copies_tiles,
     padded,
     precision,
     read_start,
+    softmax_scale,
     start_argument,
     tile_for,
     unit_last_stride,
 )  # fmt: skip
+from tamis.attention.packing import PackedTables
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
@@ -72,7 +75,7 @@ def _overlap(part, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def _part_of_scores(
-    run, part, overlap, q_tiles, lse_rows, k, b, g, ended, N, scale, stride_kn,
+    run, part, overlap, q_tiles, lse_rows, k, b, g, first_key, ended, N, scale, stride_kn,
     PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
@@ -83,9 +86,9 @@ def _part_of_scores(
     i = first + tl.arange(0, BN)
     inside = (i >= 0) & (i < N)
     if COPIED:
-        k_tile = tl.reshape(k.load([b, first, g, 0]), [BN, DP])
+        k_tile = tl.reshape(k.load([b, first_key + first, g, 0]), [BN, DP])
     else:
-        at_k = k + i.to(tl.int64)[:, None] * stride_kn + column[None, :]
+        at_k = k + (first_key + i).to(tl.int64)[:, None] * stride_kn + column[None, :]
         k_tile = tl.load(at_k, mask=inside[:, None] & (column < D)[None, :], other=0.0)
     s = tl.dot(q_tiles[0], tl.trans(k_tile), input_precision=PRECISION)
     p = tl.exp2(s * scale - lse_rows[0][:, None])
@@ -102,7 +105,8 @@ def _part_of_scores(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
 def _score_kernel(
-    q, k, lse, scores, best_of_run, stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
+    q, k, lse, scores, best_of_run, documents, token_table,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
     B, S, N, G, start, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr,
@@ -146,19 +150,50 @@ def _score_kernel(
         no_weight = 0.0 if R % HEADS == 0 else float("inf")  # of a head that is none; tokens not alive are not stored
         lse_rows += (tl.load(lse + (r + head) * S + token, mask=there, other=no_weight) * 1.4426950408889634,)
 
+    if documents is None:
+        _score_runs(
+            overlap, q_tiles, lse_rows, k, bg // G, g, 0, ended, N, scale, stride_kn, scores, best_of_run, at_row,
+            position_t, t < t_end, wanted,
+            L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
+        )  # fmt: skip
+    else:
+        first_document = tl.load(token_table + (t_begin + tile * BT) * 4)
+        for document in range(first_document, tl.load(token_table + last * 4) + 1):
+            first_token, first_key = load_range(documents, document)
+            end_token, end_key = load_range(documents, document + 1)
+            newest_here = (tl.minimum(last, end_token - 1) - first_token) // L_SEL
+            wanted_here = tl.where(newest_here < N_SEL, 0, tl.cdiv(newest_here - 1, RUN))
+            ended_here = tl.maximum((token - first_token + 1 - L + STRIDE) // STRIDE, 0)
+            own = (t >= first_token) & (t < end_token) & (t < t_end)
+            _score_runs(
+                overlap, q_tiles, lse_rows, k, bg // G, g, first_key, ended_here, end_key - first_key, scale, stride_kn,
+                scores, best_of_run, at_row, t - first_token, own, wanted_here,
+                L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _score_runs(
+    overlap, q_tiles, lse_rows, k, b, g, first_key, ended, N, scale, stride_kn, scores, best_of_run, at_row,
+    position, alive, wanted, L_SEL: tl.constexpr, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
+    PARTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """Store the scores of one document's runs; its compressed blocks begin at `first_key`."""
+    BM: tl.constexpr = BT * HEADS
     for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
         score = _part_of_scores(
-            run, 0, overlap, q_tiles, lse_rows, k, bg // G, g, ended, N, scale, stride_kn,
+            run, 0, overlap, q_tiles, lse_rows, k, b, g, first_key, ended, N, scale, stride_kn,
             PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
         )  # fmt: skip
         for part in range(1, PARTS):
             score += _part_of_scores(
-                run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, bg // G, g, ended,
-                N, scale, stride_kn, PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
+                run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, b, g, first_key,
+                ended, N, scale, stride_kn, PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
             )  # fmt: skip
-        # Always so, but the compiler does not know it; what is in an `if` comes after the copy of the next keys.
+        # Always true, but the compiler does not know it; what is in an `if` comes after the copy of the next keys.
         if (not COPIED) or run < wanted:
-            _store_scores(score, run, scores, best_of_run, at_row, position_t, t < t_end, L_SEL, BT, HEADS, RUN, RUN_P2)
+            _store_scores(score, run, scores, best_of_run, at_row, position, alive, L_SEL, BT, HEADS, RUN, RUN_P2)
 
 
 @triton.jit
@@ -193,7 +228,7 @@ def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr)
 
 @triton.jit(do_not_specialize=["B", "S", "G", "start", "runs", "t_begin", "t_end"])
 def _top_kernel(
-    scores, best_of_run, ids, B, S, G, start, runs, t_begin, t_end,
+    scores, best_of_run, ids, token_table, B, S, G, start, runs, t_begin, t_end,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
     RUNS_P2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -209,6 +244,8 @@ def _top_kernel(
     if start is not None:
         start = read_start(start)
         position += start
+    if token_table is not None:
+        position -= tl.load(token_table + token * 4 + 1, mask=alive, other=0)
     newest = position // L_SEL
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
     slot = tl.arange(0, SLOTS)[None, :]
@@ -216,6 +253,8 @@ def _top_kernel(
     last = tl.minimum(first + BM, t_end) - 1
     if start is not None:
         last += start
+    if token_table is not None:
+        last = tl.max(tl.where(alive, position, 0), 0)
     if FREE > 0 and last // L_SEL >= N_SEL:
         run = tl.arange(0, RUNS_P2)[None, :]
         there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
@@ -238,12 +277,22 @@ def _top_kernel(
     chosen = tl.where((newest < N_SEL)[:, None], every, chosen)
     chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
     chosen = tl.where(chosen == UNUSED, -1, chosen)
+    if token_table is not None:
+        first_block = tl.load(token_table + token * 4 + 2, mask=alive, other=0)
+        chosen = tl.where(chosen >= 0, chosen + first_block[:, None], -1)
     at_ids = ids + ((b * S + token) * G + g)[:, None] * N_SEL + slot
     tl.store(at_ids, chosen, mask=alive[:, None] & (slot < N_SEL))
 
 
 def select_from_lse(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, start: Start = 0, trusted: bool = False
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    start: Start = 0,
+    trusted: bool = False,
+    packed: PackedTables | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Ids `[B,S,G,n_sel]` int32, ascending, unused ones −1 at the end; `lse` is the compressed branch's `[B,H,S]`."""
     latest = latest_start(start)
@@ -261,6 +310,7 @@ def select_from_lse(
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
+    tables = (packed.document, packed.token) if packed else (None, None)
     for t_begin, t_end in _chunks(B, S, G, spec, latest):
         blocks = spec.selection_blocks(latest + t_end)
         runs = triton.cdiv(blocks, run)
@@ -269,8 +319,8 @@ def select_from_lse(
         if blocks > spec.n_sel > FORCED_BLOCKS:
             # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
             _score_kernel[(triton.cdiv(t_end - t_begin, tokens) * B * G, 1)](
-                q, keys, lse, scores, best_of_run, *q.stride()[:3], *k_cmp.stride()[:3],
-                B, S, N, G, start_argument(start), runs, t_begin, t_end, D**-0.5 * LOG2E,
+                q, keys, lse, scores, best_of_run, *tables, *q.stride()[:3], *k_cmp.stride()[:3],
+                B, S, N, G, start_argument(start), runs, t_begin, t_end, softmax_scale(q, scale) * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
@@ -278,7 +328,7 @@ def select_from_lse(
         runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, best_of_run, ids, B, S, G, start_argument(start), runs, t_begin, t_end,
+            scores, best_of_run, ids, tables[1], B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
             num_warps=1,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_rows, rows_from, visible
+from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_range, load_rows, rows_from, visible
 from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
@@ -29,7 +29,7 @@ MANY_KEYS = 1024
 
 @triton.jit
 def _row_tiles(
-    first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+    ranges, first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
 ):
     """First token that sees keys first…last; tiles of rows from there, and which of them see all keys."""
     t_begin, t_end = first * STRIDE + L - 1, S
@@ -37,6 +37,9 @@ def _row_tiles(
     if W > 0:
         t_end = tl.minimum(last + W, S)
         t_whole_end = tl.minimum(first + W, S)
+    if ranges is not None:
+        t_begin, t_whole_end = load_range(ranges, first)
+        t_whole, t_end = load_range(ranges, last)
     tiles = tl.cdiv((t_end - t_begin) * R, BM)
     whole_first = tl.minimum(tl.cdiv((t_whole - t_begin) * R, BM), tiles)
     whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
@@ -63,7 +66,8 @@ def _shared_split(
 
 @triton.jit
 def _step(
-    k, v, q, dout, lse, gate, delta, first, S, key, dk, dv, scale, stride_qs, stride_qh, stride_os, stride_oh,
+    k, v, q, dout, lse, gate, delta, ranges, first, S, key, row_begin, row_end, dk, dv, scale,
+    stride_qs, stride_qh, stride_os, stride_oh,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +87,10 @@ def _step(
     s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
     p = tl.exp2(s * scale - lse2[:, None])
     if MASKED:
-        p = tl.where(visible(t0 + away[:, None], key[None, :], L, STRIDE, W), p, 0.0)
+        seen = visible(t0 + away[:, None], key[None, :], L, STRIDE, W)
+        if ranges is not None:
+            seen = (t0 + away[:, None] >= row_begin[None, :]) & (t0 + away[:, None] < row_end[None, :])
+        p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
     # Gradients are summed transposed, so that p and ds are right-hand sides and reach shared memory as they are.
     dv = tl.dot(tl.trans(dout_tile), (p * gate_row[:, None]).to(dout_tile.dtype), dv, input_precision=PRECISION)
@@ -94,7 +101,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_kernel(
-    q, k, v, lse, dout, gate, delta, dk_out, dv_out,
+    q, k, v, lse, dout, gate, delta, ranges, dk_out, dv_out,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -117,14 +124,16 @@ def _dkv_kernel(
     delta += (b * G + g) * R * S
     gate += (b * G + g) * R * S
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(ranges, first, last, S, L, STRIDE, W, R, BM)
     mine, mine_end = _split(tiles, split, SPLITS)
     key = first + tl.arange(0, BN)
+    row_begin, row_end = load_range(ranges, tl.minimum(key, N - 1))
     dk = tl.zeros([DP, BN], tl.float32)
     dv = tl.zeros([DP, BN], tl.float32)
     for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            k_tile, v_tile, q, dout, lse, gate, delta, ranges, t_begin * R + j * BM, S, key, row_begin, row_end,
+            dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, False,
         )  # fmt: skip
@@ -133,7 +142,8 @@ def _dkv_kernel(
     for e in range(left + tl.maximum(mine_end - right_first, 0)):
         j = tl.where(e < left, mine + e, right_first + e - left)
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, t_begin * R + j * BM, S, key, dk, dv, scale,
+            k_tile, v_tile, q, dout, lse, gate, delta, ranges, t_begin * R + j * BM, S, key, row_begin, row_end,
+            dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, True,
         )  # fmt: skip
@@ -158,7 +168,7 @@ def _copied_statistics(statistics, at, head, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_copied_kernel(
-    q, k, v, dout, statistics, dk_out, dv_out,
+    q, k, v, dout, statistics, ranges, dk_out, dv_out,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
@@ -188,7 +198,7 @@ def _dkv_copied_kernel(
     k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
     v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(first, last, S, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(ranges, first, last, S, L, STRIDE, W, R, BM)
     mine, mine_end = _split(tiles, split, SPLITS)
     if TOGETHER:
         mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
@@ -196,6 +206,7 @@ def _dkv_copied_kernel(
     if W > 0:  # start so that all programs that see a tile of rows take it in the same step
         rotation = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
     key = first + tl.arange(0, BN)
+    row_begin, row_end = load_range(ranges, tl.minimum(key, N - 1))
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -212,7 +223,10 @@ def _dkv_copied_kernel(
             p = tl.exp2(s * scale - lse2[None, :]) * gate_row[None, :]
             if (j < whole_first) | (j >= whole_end):
                 token = t0 + tl.arange(0, BM)[None, :] // R
-                p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
+                seen = visible(token, key[:, None], L, STRIDE, W) & (token < S)
+                if ranges is not None:
+                    seen = (token >= row_begin[:, None]) & (token < row_end[:, None])
+                p = tl.where(seen, p, 0.0)
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
             ds = p * (dp - delta_row[None, :])
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
@@ -245,12 +259,12 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     q, dout, k, v = unit_last_stride(q), unit_last_stride(dout), band.k, band.v
     B, S, H, D = q.shape
     N, G = k.shape[1:3]
-    R, scale = H // G, D**-0.5
+    R, scale = H // G, band.scale
     dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
     if N == 0:
         return dk, dv
     copied = copies_rows(q, dout, R)
-    many = copied and not band.window and N >= MANY_KEYS
+    many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
     tile = tile_for("dkv", q, copied)
     key_tiles = triton.cdiv(N, tile.keys) * B * G
     programs = PROGRAMS_WANTED * (2 if many else 1)
@@ -267,13 +281,13 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
         described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [4, tile.rows // R, R])
         walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
         _dkv_copied_kernel[grid](
-            walked[0], k, v, walked[1], described, *parts, *band.strides, *numbers,
+            walked[0], k, v, walked[1], described, band.rows_of_key, *parts, *band.strides, *numbers,
             TOGETHER=many, STAGES=tile.stages, **constants,
         )  # fmt: skip
     else:
         _dkv_kernel[grid](
-            q, k, v, rows.lse, dout, rows.gate, rows.delta, *parts, *q.stride()[:3], *band.strides, *dout.stride()[:3],
-            *numbers, **constants,
+            q, k, v, rows.lse, dout, rows.gate, rows.delta, band.rows_of_key, *parts,
+            *q.stride()[:3], *band.strides, *dout.stride()[:3], *numbers, **constants,
         )  # fmt: skip
     if splits > 1:
         _sum_splits_kernel[(triton.cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)

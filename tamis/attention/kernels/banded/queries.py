@@ -8,7 +8,8 @@ tiles of keys at the edges, which not every row sees whole, are masked under a b
 
 Rows of a tile are (token, head of the group) pairs, token by token: one tile of keys serves every head of the group and
 no group size is padded. The first query has position `start`, for a tile of a sequence whose keys are cached. A kernel
-that gets None for it is compiled without it: training pays nothing.
+that gets None for it is compiled without it: training pays nothing. In a packed row `ranges` has the run of keys of
+every token (`packing.PackedTables`); a kernel that gets None for it goes by L, STRIDE and W.
 
 The tensor memory accelerator copies a tile whose tensor comes as a descriptor (COPIED); other tiles are read through
 pointers. Copies need neither registers nor instructions for addresses; at head dim 128 that decides what fits. Two
@@ -31,7 +32,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tamis.attention.checks import check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.launch import (
     LOG2E,
     copies_tiles,
@@ -42,7 +42,7 @@ from tamis.attention.kernels.launch import (
     tile_for,
     unit_last_stride,
 )  # fmt: skip
-from tamis.attention.spec import NSASpec, Start, latest_start
+from tamis.attention.spec import Start
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class Band:
     length: int
     stride: int
     window: int
+    scale: float  # of the scores
+    keys_of_token: Tensor | None = None  # of a packed row: `PackedTables.window_keys` or `compressed_keys`
+    rows_of_key: Tensor | None = None  # `window_rows` or `compressed_rows`
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -99,6 +102,15 @@ def keys_ended(token, L: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def load_range(ranges, index):
+    """Both ends of a packed row's range; meaningless without one."""
+    begin, end = index, index
+    if ranges is not None:
+        begin, end = tl.load(ranges + 2 * index), tl.load(ranges + 2 * index + 1)
+    return begin, end
+
+
+@triton.jit
 def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
     seen = key < keys_ended(token, L, STRIDE)
     if W > 0:
@@ -107,15 +119,19 @@ def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+def key_tiles(ranges, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
     """The keys of tokens t_first…t_last as tiles from `begin`: how many, and which of them every token sees whole.
 
     The minimum of both ends is always the first. It stays, because without it the compiled code spills.
     """
     begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
+    last_begin, first_end = keys_begun(t_last, W), keys_ended(t_first, L, STRIDE)
+    if ranges is not None:
+        begin, first_end = load_range(ranges, t_first)
+        last_begin, end = load_range(ranges, t_last)
     tiles = tl.cdiv(end - begin, BN)
-    whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
-    whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
+    whole_first = tl.cdiv(last_begin - begin, BN)
+    whole_end = (tl.minimum(first_end, end) - begin) // BN
     return begin, tiles, whole_first, whole_end
 
 
@@ -175,7 +191,7 @@ def _softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "N", "G", "start"])
 def _forward_kernel(
-    q, k, v, out, lse,
+    q, k, v, out, lse, ranges,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     S, N, G, start, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -196,7 +212,8 @@ def _forward_kernel(
     if start is not None:
         start = read_start(start)
         t_first, t_last, position = t_first + start, t_last + start, position + start
-    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
+    begin, tiles, whole_first, whole_end = key_tiles(ranges, t_first, t_last, L, STRIDE, W, BN)
+    key_begin, key_end = load_range(ranges, token)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
@@ -208,7 +225,10 @@ def _forward_kernel(
         if (not COPIED) or j < tiles:  # always true: see the top of this file
             s = tl.dot(q_tile, k_transposed, input_precision=PRECISION)
             if (j < whole_first) | (j >= whole_end):
-                seen = visible(position[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                key = first + tl.arange(0, BN)[None, :]
+                seen = visible(position[:, None], key, L, STRIDE, W)
+                if ranges is not None:
+                    seen = (key >= key_begin[:, None]) & (key < key_end[:, None])
                 s = tl.where(seen, s, float("-inf"))
             m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
 
@@ -224,7 +244,7 @@ def _forward_kernel(
 
 @triton.jit
 def _add_dq(
-    q, dout, dq, k, v, lse, gate, delta, sequence, g, first_row, row, alive, t_first, t_last, token,
+    q, dout, dq, k, v, lse, gate, delta, ranges, sequence, g, first_row, row, alive, t_first, t_last, token,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
@@ -233,7 +253,8 @@ def _add_dq(
     lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
     delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
     gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
-    begin, tiles, whole_first, whole_end = key_tiles(t_first, t_last, L, STRIDE, W, BN)
+    begin, tiles, whole_first, whole_end = key_tiles(ranges, t_first, t_last, L, STRIDE, W, BN)
+    key_begin, key_end = load_range(ranges, token)
     if not COPIED:
         k += sequence.to(tl.int64) * stride_kb + g * stride_kg
         v += sequence.to(tl.int64) * stride_vb + g * stride_vg
@@ -247,7 +268,10 @@ def _add_dq(
             dp = tl.dot(dout, v_transposed, input_precision=PRECISION)
             p = tl.exp2(s * scale - lse2[:, None])
             if (j < whole_first) | (j >= whole_end):
-                seen = visible(token[:, None], first + tl.arange(0, BN)[None, :], L, STRIDE, W)
+                key = first + tl.arange(0, BN)[None, :]
+                seen = visible(token[:, None], key, L, STRIDE, W)
+                if ranges is not None:
+                    seen = (key >= key_begin[:, None]) & (key < key_end[:, None])
                 p = tl.where(seen, p, 0.0)
             ds = p * (dp * gate_row[:, None] - delta_row[:, None])
             dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -256,7 +280,7 @@ def _add_dq(
 
 @triton.jit(do_not_specialize=["S", "G", "N", "N2"])
 def _dq_kernel(
-    q, dout, dq, k, v, lse, gate, delta, k2, v2, lse2, gate2, delta2,
+    q, dout, dq, k, v, lse, gate, delta, ranges, k2, v2, lse2, gate2, delta2, ranges2,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N,
     stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2,
@@ -282,12 +306,12 @@ def _dq_kernel(
     # Read here, together with queries and gradients: at the end everything would wait for it.
     acc += tl.load(address, mask=mask, other=0.0).to(tl.float32) * (1.0 / softmax_scale)
     acc = _add_dq(
-        q_tile, dout_tile, acc, k, v, lse, gate, delta, sequence, g, first_row, row, alive,
+        q_tile, dout_tile, acc, k, v, lse, gate, delta, ranges, sequence, g, first_row, row, alive,
         t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
         L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
     acc = _add_dq(
-        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, sequence, g, first_row, row, alive,
+        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, ranges2, sequence, g, first_row, row, alive,
         t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
         L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
@@ -307,8 +331,8 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
-        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse,
-        *q.stride()[:3], *band.strides, S, N, G, start_argument(start), D**-0.5 * LOG2E,
+        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.keys_of_token,
+        *q.stride()[:3], *band.strides, S, N, G, start_argument(start), band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
         BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
     )  # fmt: skip
@@ -322,13 +346,14 @@ def add_query_gradient(
     q, dout = unit_last_stride(q), unit_last_stride(dout)
     B, S, H, D = q.shape
     G = first[0].k.shape[2]
-    R, scale = H // G, D**-0.5
+    R, scale = H // G, first[0].scale
     copied = all(copies_tiles(R, band.k, band.v) for band, _ in (first, second))
     tile = tile_for("dq", q, copied)
     tensors: list[object] = []
     numbers: list[int] = []
     for band, rows in (first, second):
-        tensors += [*(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), rows.lse, rows.gate, rows.delta]
+        tensors += (described_keys(x, tile.keys, copied) for x in (band.k, band.v))
+        tensors += [rows.lse, rows.gate, rows.delta, band.keys_of_token]
         numbers += [*band.strides, band.k.shape[1]]
     one, two = first[0], second[0]
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
@@ -337,41 +362,3 @@ def add_query_gradient(
         L2=two.length, STRIDE2=two.stride, W2=two.window, R=R, D=D, DP=padded(D),
         PRECISION=precision(q.dtype), BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
     )  # fmt: skip
-
-
-def compressed_band(k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec) -> Band:
-    return Band(unit_last_stride(k_cmp), unit_last_stride(v_cmp), spec.l, spec.d, window=0)
-
-
-def compressed_forward(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, start: Start = 0, trusted: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; exactly 0 and −inf where no block is visible."""
-    if not trusted:
-        check_branch(q, compressed_blocks(q, spec, latest_start(start)), k_cmp=k_cmp, v_cmp=v_cmp)
-    return banded_forward(q, compressed_band(k_cmp, v_cmp, spec), start)
-
-
-def window_band(k_win: Tensor, v_win: Tensor, spec: NSASpec) -> Band:
-    return Band(unit_last_stride(k_win), unit_last_stride(v_win), length=1, stride=1, window=spec.w)
-
-
-def window_forward(
-    q: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    spec: NSASpec,
-    start: Start = 0,
-    first_key: int = 0,
-    trusted: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key has position `first_key`.
-
-    Only the distance between the first query and the first key counts: it is the same for every tile of a graph.
-    """
-    distance = latest_start(start) - first_key
-    if not trusted:
-        check_queries(q)
-        check_start(latest_start(start), first_key, spec.w)
-        check_branch(q, distance + q.shape[1], k_win=k_win, v_win=v_win)
-    return banded_forward(q, window_band(k_win, v_win, spec), distance)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tamis.attention.checks import check_gradients, check_like
 from tamis.attention.kernels.banded.keys import gather_statistics
-from tamis.attention.kernels.launch import LOG2E, launch_settings, takes_halves, unit_last_stride
+from tamis.attention.kernels.launch import LOG2E, launch_settings, softmax_scale, takes_halves, unit_last_stride
 from tamis.attention.kernels.selected.lists import (
     ITEM,
     LARGE,
@@ -35,7 +35,7 @@ from tamis.attention.kernels.selected.lists import (
     sizes_of,
 )  # fmt: skip
 from tamis.attention.kernels.selected.pairs import check_selected
-from tamis.attention.kernels.selected.union import load_at, store_at
+from tamis.attention.kernels.selected.union import block_tokens, load_at, store_at
 from tamis.attention.spec import NSASpec
 
 # Chunks of a large call. Memory is short here: the outputs of all branches and all gradients are held. Sequences that
@@ -60,6 +60,8 @@ def selected_backward(
     chunk: int | None = None,
     halves: bool | None = None,
     segment: int | None = None,
+    bounds: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, and write that of q to `dq`; `dout` is the gradient of the mixed output.
 
@@ -80,7 +82,8 @@ def selected_backward(
     if halves and whole and segment is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
     chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
-    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment)
+    blocks = None if bounds is None else len(bounds)
+    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, blocks=blocks)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
@@ -94,12 +97,12 @@ def selected_backward(
     part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
     part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
-    scale = dim**-0.5
+    scale = softmax_scale(q_BSHD, scale)
     inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()
     strides = [stride for x in (q_BSHD, k_BSGD, v_BSGD, dout_BSHD) for stride in x.stride()[:3]]
     parts_of_sums = part_dq, part_dkv[0], part_dkv[1]
     for lists in chunks_of_pairs(ids_BSGn, layout):
-        grid, work = (layout.items_per_chunk, parts), item_arguments(lists, layout)
+        grid, work = (layout.items_per_chunk, parts), (*item_arguments(lists, layout), bounds)
         if halves:
             backward_halves[grid](*inputs, *parts_of_sums, *work, scale * LOG2E, *strides, **sizes, **settings)
         else:
@@ -113,8 +116,9 @@ def selected_backward(
             BS=triton.next_power_of_2(sizes["N"]), **merge_sizes,
         )  # fmt: skip
         _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
-            part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, dk_sum, dv_sum, dk, dv, lists.first_segment,
-            layout.segments_per_chunk, layout.segments_per_sequence, layout.segments, layout.blocks, tokens, scale,
+            part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, bounds, dk_sum, dv_sum, dk, dv,
+            lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,
+            layout.blocks, tokens, scale,
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
@@ -150,7 +154,7 @@ def _merge_query_gradients(
 
 @triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
 def _merge_key_gradients(
-    part_dk, part_dv, list_first, list_items, dk_sum, dv_sum, dk, dv,
+    part_dk, part_dv, list_first, list_items, bounds, dk_sum, dv_sum, dk, dv,
     first_segment, per_chunk, per_sequence, segments, blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, ALL: tl.constexpr,
@@ -179,7 +183,7 @@ def _merge_key_gradients(
             dv_acc += load_at(part_dv, row * D, always, D, BD)
     begun, last = first > sequence * per_sequence, end == (sequence + 1) * per_sequence
     add_key_gradients(
-        dk_acc, dv_acc, in_block, block, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum, dk, dv,
+        dk_acc, dv_acc, in_block, bounds, block, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum, dk, dv,
         tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip
 
@@ -209,9 +213,9 @@ def _row_statistics(statistics, rows, in_segment, head, live, G: tl.constexpr, R
 
 
 @triton.jit
-def _without_later_keys(p, token, block, sub, L_SEL: tl.constexpr, BN: tl.constexpr):
+def _without_later_keys(p, token, begin, sub, L_SEL: tl.constexpr, BN: tl.constexpr):
     """Nothing of the keys that lie behind a row's token, or behind the block."""
-    ahead = token - block * L_SEL - sub * BN
+    ahead = token - begin - sub * BN
     column = tl.arange(0, BN)
     visible = column[None, :] <= ahead[:, None]
     if L_SEL % BN != 0:
@@ -222,7 +226,8 @@ def _without_later_keys(p, token, block, sub, L_SEL: tl.constexpr, BN: tl.conste
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_items(
     q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale, dk_scale,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, scale,
+    dk_scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -237,7 +242,8 @@ def backward_items(
     start, list_id, sequence, first_token, group, block, segment_group = locate_item(
         item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
-    in_block, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
+    in_block, key, key_live = keys_of_block(bounds, block, sub, tokens, L_SEL, BN)
+    begin, _ = block_tokens(bounds, block, tokens, L_SEL)
     key64 = key.to(tl.int64)
     k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
@@ -250,7 +256,7 @@ def backward_items(
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
     masked_tiles = masked_tiles_of(
-        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+        pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
@@ -266,7 +272,7 @@ def backward_items(
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # under way while p is computed
         p = tl.exp2(s * scale - row_lse[:, None])
         if tile < masked_tiles:
-            p = _without_later_keys(p, token, block, sub, L_SEL, BN)
+            p = _without_later_keys(p, token, begin, sub, L_SEL, BN)
         weighted = (p * row_gate[:, None]).to(do_tile.dtype)
         dv = tl.dot(tl.trans(weighted), do_tile, dv, input_precision=PRECISION)
         ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_tile.dtype)
@@ -277,7 +283,7 @@ def backward_items(
     if tl.load(list_items + list_id) == 1:
         part = (first_segment + segment_group // G) % per_sequence
         add_key_gradients(
-            dk, dv, in_block, block, group, sequence, part > 0, part == per_sequence - 1, dk_sum, dv_sum,
+            dk, dv, in_block, bounds, block, group, sequence, part > 0, part == per_sequence - 1, dk_sum, dv_sum,
             dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
         )  # fmt: skip
     else:
@@ -290,7 +296,7 @@ def backward_items(
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_halves(
     q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, scale,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -309,7 +315,8 @@ def backward_halves(
     start, _, sequence, first_token, group, block, segment_group = locate_item(
         item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
     )
-    _, key, key_live = keys_of_block(block, sub, tokens, L_SEL, BN)
+    _, key, key_live = keys_of_block(bounds, block, sub, tokens, L_SEL, BN)
+    begin, _ = block_tokens(bounds, block, tokens, L_SEL)
     key64 = key.to(tl.int64)
     HALF: tl.constexpr = D // 2
     k_lo = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, HALF, HALF)
@@ -327,7 +334,7 @@ def backward_halves(
     dv_lo = tl.zeros((HALF, BN), tl.float32)
     dv_hi = tl.zeros((HALF, BN), tl.float32)
     masked_tiles = masked_tiles_of(
-        pairs, start, count, (block + 1) * L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
+        pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
     tiles = tl.cdiv(count, ROWS // R)
@@ -347,7 +354,7 @@ def backward_halves(
         p = tl.exp2(s * scale - row_lse[:, None])
         if tile < masked_tiles:
             again = pairs_of_tile(pairs, tile, start, count, 0, R, ROWS) // N  # rare, so not carried in registers
-            p = _without_later_keys(p, first_token + again, block, sub, L_SEL, BN)
+            p = _without_later_keys(p, first_token + again, begin, sub, L_SEL, BN)
         weighted = (p * row_gate[:, None]).to(do_lo.dtype)
         ds = (p * (dp * row_gate[:, None] - row_delta[:, None])).to(q_lo.dtype)
         # Always so, but the compiler does not know it. What is in an `if` comes after the reads of the next tile and
@@ -373,12 +380,13 @@ def backward_halves(
 
 @triton.jit
 def add_key_gradients(
-    dk_acc, dv_acc, in_block, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
+    dk_acc, dv_acc, in_block, bounds, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
     G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
-    key = block * L_SEL + in_block
-    live = (in_block < L_SEL) & (key < tokens)
+    block_begin, block_end = block_tokens(bounds, block, tokens, L_SEL)
+    key = block_begin + in_block
+    live = (in_block < L_SEL) & (key < block_end)
     target = ((sequence * tokens + key) * G + group) * D
     dk_acc += load_at(dk_sum, target, live & begun, D, BD).to(tl.float32)
     dv_acc += load_at(dv_sum, target, live & begun, D, BD).to(tl.float32)

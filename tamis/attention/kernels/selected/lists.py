@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.launch import block_tiles, padded, precision
-from tamis.attention.kernels.selected.union import Unions
+from tamis.attention.kernels.selected.union import Unions, block_tokens
 from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
@@ -55,11 +55,12 @@ class Layout:
         chunk: int | None = None,
         start: int = 0,
         segment: int | None = None,
+        blocks: int | None = None,
     ) -> Layout:
         """At most about `chunks` chunks, or chunks of about `chunk` tokens; of segments of at most about `segment`, or
         longer ones where lists would be too short."""
         batch, tokens, groups, slots = ids_BSGn.shape
-        blocks = spec.selection_blocks(start + tokens)
+        blocks = blocks or spec.selection_blocks(start + tokens)
         chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
         longest = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
         parts = -(-tokens // longest)
@@ -327,11 +328,12 @@ def locate_item(item, item_list, item_start, first_segment, per_sequence, segmen
 
 
 @triton.jit
-def keys_of_block(block, sub, tokens, L_SEL: tl.constexpr, BN: tl.constexpr):
+def keys_of_block(bounds, block, sub, tokens, L_SEL: tl.constexpr, BN: tl.constexpr):
     """Tile `sub` of a block's keys: each one's place in the block, its position, and whether it exists."""
     in_block = sub * BN + tl.arange(0, BN)
-    key = block * L_SEL + in_block
-    return in_block, key, (in_block < L_SEL) & (key < tokens)
+    begin, end = block_tokens(bounds, block, tokens, L_SEL)
+    key = begin + in_block
+    return in_block, key, (in_block < L_SEL) & (key < end)
 
 
 @triton.jit

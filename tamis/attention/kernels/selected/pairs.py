@@ -21,6 +21,7 @@ from tamis.attention.kernels.launch import (
     LOG2E,
     launch_settings,
     read_start,
+    softmax_scale,
     start_argument,
     unit_last_stride,
 )  # fmt: skip
@@ -37,7 +38,7 @@ from tamis.attention.kernels.selected.lists import (
     rows_of_tile,
     sizes_of,
 )  # fmt: skip
-from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
+from tamis.attention.kernels.selected.union import Unions, block_tokens, load_at, store_at, union_forward
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
@@ -54,6 +55,8 @@ def selected_forward(
     spec: NSASpec,
     start: Start = 0,
     trusted: bool = False,
+    bounds: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
 
@@ -64,10 +67,10 @@ def selected_forward(
         check_selected(q_BSHD, k_BTGD, v_BTGD, ids_BSGn, spec, latest_start(start))
     q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
     if spec.selection_blocks(latest_start(start) + q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
-        out, lse, _ = union_forward(q, k, v, ids, spec, every_tile=True, start=start)
+        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, bounds, scale)
         return out, lse
-    tiles_with_short_unions = union_forward(q, k, v, ids, spec, every_tile=False, start=start)
-    return pairs_forward(q, k, v, ids, spec, rest_of=tiles_with_short_unions, start=start)
+    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, bounds, scale)
+    return pairs_forward(q, k, v, ids, spec, tiles_with_short_unions, start=start, bounds=bounds, scale=scale)
 
 
 def check_selected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, spec: NSASpec, start: int = 0) -> None:
@@ -89,6 +92,8 @@ def pairs_forward(
     start: Start = 0,
     cached_bytes: int = CACHED_BYTES,
     early: bool | None = None,
+    bounds: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
 
@@ -97,7 +102,8 @@ def pairs_forward(
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
     segment = max(1, cached_bytes // bytes_per_token)
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment)
+    blocks = None if bounds is None else len(bounds)
+    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment, blocks)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = launch_settings("forward", q_BSHD, sizes["R"])
@@ -112,10 +118,11 @@ def pairs_forward(
     part_out = torch.empty((pair_rows, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
-    scale = dim**-0.5 * LOG2E
+    scale = softmax_scale(q_BSHD, scale) * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout, unions):
         _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), start_argument(start), scale,
+            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), bounds, start_argument(start),
+            scale,
             *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
             EARLY=early, **sizes, **settings,
         )  # fmt: skip
@@ -130,7 +137,8 @@ def pairs_forward(
 @triton.jit(do_not_specialize=["first_segment", "start", "per_sequence"])
 def _forward_items(
     q, k, v, part_out, part_lse,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, start, scale,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, start,
+    scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -149,7 +157,8 @@ def _forward_items(
     if start is not None:
         start = read_start(start)
         keys, first_position = keys + start, first_position + start
-    _, key, key_live = keys_of_block(block, sub, keys, L_SEL, BN)
+    _, key, key_live = keys_of_block(bounds, block, sub, keys, L_SEL, BN)
+    begin, _ = block_tokens(bounds, block, keys, L_SEL)
     key64 = key.to(tl.int64)
     k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
@@ -161,7 +170,7 @@ def _forward_items(
     part_out += first_row * D
     part_lse += first_row
     masked_tiles = masked_tiles_of(
-        pairs, first_pair, count, (block + 1) * L_SEL - first_position, N, ROWS // R, L_SEL % BN != 0, ITEM
+        pairs, first_pair, count, begin + L_SEL - first_position, N, ROWS // R, L_SEL % BN != 0, ITEM
     )
     always = tl.full((ROWS,), True, tl.int1)
     next_pair = pairs_of_tile(pairs, 0, first_pair, count, 0, R, ROWS)
