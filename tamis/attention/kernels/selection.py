@@ -152,8 +152,8 @@ def _score_kernel(
 
     if documents is None:
         _score_runs(
-            overlap, q_tiles, lse_rows, k, bg // G, g, 0, ended, N, scale, stride_kn, scores, best_of_run, at_row,
-            position_t, t < t_end, wanted,
+            overlap, q_tiles, lse_rows, k, bg, g, G, 0, ended, N, scale, stride_kn, scores, best_of_run, at_row,
+            position_t, t, None, t_end, wanted,
             L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
         )  # fmt: skip
     else:
@@ -164,35 +164,37 @@ def _score_kernel(
             newest_here = (tl.minimum(last, end_token - 1) - first_token) // L_SEL
             wanted_here = tl.where(newest_here < N_SEL, 0, tl.cdiv(newest_here - 1, RUN))
             ended_here = tl.maximum((token - first_token + 1 - L + STRIDE) // STRIDE, 0)
-            own = (t >= first_token) & (t < end_token) & (t < t_end)
             _score_runs(
-                overlap, q_tiles, lse_rows, k, bg // G, g, first_key, ended_here, end_key - first_key, scale, stride_kn,
-                scores, best_of_run, at_row, t - first_token, own, wanted_here,
+                overlap, q_tiles, lse_rows, k, bg, g, G, first_key, ended_here, end_key - first_key, scale, stride_kn,
+                scores, best_of_run, at_row, t - first_token, t, first_token, tl.minimum(t_end, end_token), wanted_here,
                 L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
             )  # fmt: skip
 
 
 @triton.jit
 def _score_runs(
-    overlap, q_tiles, lse_rows, k, b, g, first_key, ended, N, scale, stride_kn, scores, best_of_run, at_row,
-    position, alive, wanted, L_SEL: tl.constexpr, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, COPIED: tl.constexpr,
+    overlap, q_tiles, lse_rows, k, bg, g, G, first_key, ended, N, scale, stride_kn, scores, best_of_run, at_row,
+    position, t, first_token, t_end, wanted, L_SEL: tl.constexpr, PIECES: tl.constexpr, PIECES_SEL: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, HEADS: tl.constexpr,
+    BN: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Store the scores of one document's runs; its compressed blocks begin at `first_key`."""
+    """Store the scores of one document's runs for tokens first_token…t_end−1; its keys begin at `first_key`."""
     BM: tl.constexpr = BT * HEADS
     for run in range(tl.program_id(1), wanted, tl.num_programs(1)):
         score = _part_of_scores(
-            run, 0, overlap, q_tiles, lse_rows, k, b, g, first_key, ended, N, scale, stride_kn,
+            run, 0, overlap, q_tiles, lse_rows, k, bg // G, g, first_key, ended, N, scale, stride_kn,
             PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
         )  # fmt: skip
         for part in range(1, PARTS):
             score += _part_of_scores(
-                run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, b, g, first_key,
+                run, part, _overlap(part, PIECES, PIECES_SEL, BN, RUN_P2), q_tiles, lse_rows, k, bg // G, g, first_key,
                 ended, N, scale, stride_kn, PIECES, PIECES_SEL, D, DP, PRECISION, BM, BN, RUN, COPIED,
             )  # fmt: skip
         # Always true, but the compiler does not know it; what is in an `if` comes after the copy of the next keys.
         if (not COPIED) or run < wanted:
+            alive = t < t_end
+            if first_token is not None:
+                alive = alive & (t >= first_token)
             _store_scores(score, run, scores, best_of_run, at_row, position, alive, L_SEL, BT, HEADS, RUN, RUN_P2)
 
 

@@ -124,14 +124,16 @@ def key_tiles(ranges, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W:
 
     The minimum of both ends is always the first. It stays, because without it the compiled code spills.
     """
-    begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
-    last_begin, first_end = keys_begun(t_last, W), keys_ended(t_first, L, STRIDE)
-    if ranges is not None:
+    if ranges is None:
+        begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
+        tiles = tl.cdiv(end - begin, BN)
+        whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
+        whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
+    else:
         begin, first_end = load_range(ranges, t_first)
         last_begin, end = load_range(ranges, t_last)
-    tiles = tl.cdiv(end - begin, BN)
-    whole_first = tl.cdiv(last_begin - begin, BN)
-    whole_end = (tl.minimum(first_end, end) - begin) // BN
+        tiles, whole_first = tl.cdiv(end - begin, BN), tl.cdiv(last_begin - begin, BN)
+        whole_end = (first_end - begin) // BN
     return begin, tiles, whole_first, whole_end
 
 
