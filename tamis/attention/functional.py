@@ -103,12 +103,10 @@ def nsa(
         `[B,S,H,D]` in the dtype of `q`.
     """
     check_layout(q, k, v, gates)
-    if scale is not None:
-        q = q * (scale * q.shape[-1] ** 0.5)
     layout = None if cu_seqlens is None else compressed_layout(cu_seqlens, q.shape[1], spec)
     compress = MeanCompression(spec)
     k_cmp, v_cmp = compress(k, layout), compress(v, layout)
-    return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend, cu_seqlens=cu_seqlens)
+    return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend, cu_seqlens=cu_seqlens, scale=scale)
 
 
 def select_blocks(
