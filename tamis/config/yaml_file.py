@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 SHIPPED = Path("configs")
+PACKAGED = Path(__file__).parent / "shipped"  # the same files, in a checkout and in an installed package
 EXAMPLE = SHIPPED / "train_showcase.yaml"
 SUGGESTED = 3
 
@@ -26,7 +27,7 @@ class ConfigError(ValueError):
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the sections of a config file."""
-    text = _read_text(Path(path))
+    text = _read_text(_located(Path(path)))
     if not text.strip():
         raise ConfigError(f"config file {path} is empty: write at least one section into it, or copy {EXAMPLE}")
     try:
@@ -49,6 +50,12 @@ def read_value(text: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader that also refuses repeated keys
     except ValueError as error:  # a scalar that looks like a number or date and is none
         raise yaml.YAMLError(str(error)) from None
+
+
+def _located(path: Path) -> Path:
+    """The file itself, or the packaged one if `configs/NAME.yaml` is not in the working folder."""
+    packaged = PACKAGED / path.name
+    return packaged if path.parent == SHIPPED and not path.exists() and packaged.is_file() else path
 
 
 def _read_text(path: Path) -> str:
@@ -91,14 +98,13 @@ def _bounded_bytes(path: Path) -> bytes:
 
 def _similar_files(path: Path) -> str:
     """Suggest the config files with the most similar names, in the same folder and among the shipped ones."""
-    files = {file.stem: file for folder in (path.parent, SHIPPED) for file in _yaml_files(folder)}
+    files = {file.stem: SHIPPED / file.name for file in _yaml_files(PACKAGED)}
+    files |= {file.stem: file for folder in (SHIPPED, path.parent) for file in _yaml_files(folder)}
     names = [name for name in files if path.stem and path.stem in name][:SUGGESTED]
     names = names or difflib.get_close_matches(path.stem, files, n=SUGGESTED, cutoff=0.5)
     if names:
         return f"; did you mean {' or '.join(str(files[name]) for name in names)}?"
-    if files:
-        return f"; there are {', '.join(str(file) for file in files.values())}"
-    return f"; there is no {SHIPPED}/ here either: work in the repository's root"
+    return f"; there are {', '.join(str(file) for file in files.values())}"
 
 
 def _files_in(folder: Path) -> str:

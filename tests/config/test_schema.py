@@ -228,9 +228,20 @@ def test_a_file_like_no_other_is_answered_with_all_there_are(tmp_path: Path, mon
     (tmp_path / "configs").symlink_to(CONFIGS[0].parent)
     assert "there are configs/m7c_125m_24g.yaml, configs/" in refusal(path=Path("zzz"))
     (tmp_path / "configs").unlink()
-    assert "work in the repository's root" in refusal(path=Path("configs/m7c_125m_80g.yaml"))
+    assert refusal(path=Path("configs/m7c_125m_80.yaml")).endswith("did you mean configs/m7c_125m_80g.yaml?")
     (tmp_path / "mine.yaml").write_text("train: {}\n")
     assert refusal(path=Path("mien.yaml")).endswith("did you mean mine.yaml?")
+
+
+def test_the_shipped_files_are_found_in_any_folder_and_a_file_there_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in CONFIGS:
+        assert load_config(f"configs/{path.name}") == load_config(path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train_showcase.yaml").write_text("train: {steps: 7}\n")
+    assert load_config("configs/train_showcase.yaml").train.steps == 7
 
 
 def test_a_file_of_comments_alone_means_the_defaults(tmp_path: Path) -> None:
