@@ -10,6 +10,7 @@ from tamis.config import Config
 from tamis.run.files.console import printable, say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.info import write_eta
 from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.files.reading import read_json
@@ -20,22 +21,27 @@ SAMPLE_TOKENS = 200
 
 
 def finish_run(config: Config, logs: Path, code: int, began: float) -> None:
-    """Print what a run that ended with `code` has achieved, hand it over if it is done, and write the report."""
+    """Print what a run that ended with `code` has achieved, hand it over if it is done or halted, write the report."""
     run = RunDirectory(config.train.out_dir)
+    sample = None
     if code == ExitCode.DONE:
         write_eta(logs / "run.info", "done")
         _compare_with_counting(config, run)
         sample = _start_sample(config, run)  # during the handoff: each mostly waits for its own start of torch
-        if _was_trained_since(run, began):  # else its bundle exists already
-            write_bundle(run.path, say=say)
-        if sample is not None:
-            _show_sample(config, sample)
+    if has_ended(run, config, began):  # else its bundle exists already
+        write_bundle(run.path, say=say)
+    if sample is not None:
+        _show_sample(config, sample)
     say(f"logs: {logs}   model and curves: {run.path}   report: {write_report(run)}")
 
 
-def _was_trained_since(run: RunDirectory, moment: float) -> bool:
+def has_ended(run: RunDirectory, config: Config, began: float) -> bool:
+    """True if the run was trained since `began`, and is done or was stopped on request: then it is handed over."""
     step = latest_valid_checkpoint(run)
-    return step is not None and run.checkpoint(step).stat().st_mtime >= moment
+    if step is None or run.checkpoint(step).stat().st_mtime < began:
+        return False
+    last = read_heartbeats(run.heartbeat(0), tail=1)
+    return step == config.train.steps or (bool(last) and last[-1].phase == "halted")
 
 
 def _compare_with_counting(config: Config, run: RunDirectory) -> None:

@@ -26,7 +26,7 @@ from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.files.identity import OtherRun, require_same_run
 from tamis.run.files.info import describe_run, write_info
 from tamis.run.files.lock import RunLock, require_no_launch, require_no_trainer
-from tamis.run.finish import finish_run
+from tamis.run.finish import finish_run, has_ended
 from tamis.run.handover.bundle import write_bundle
 from tamis.run.phases import launch_by_phases
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
@@ -36,6 +36,7 @@ from tamis.run.supervise.supervisor import LaunchOptions, is_complete, supervise
 from tamis.run.supervise.worker_processes import torchrun_command, trainer_command
 
 LAUNCH_LOGS = Path("artifacts/train_runs")
+NOT_READY = "not launched: the preflight failed; each failed line above ends with its remedy"
 SMOKE_STEPS = 50
 ESTIMATE_TIMEOUT_S = 900
 LOOK_FOR_HALT_EVERY_S = 0.5
@@ -78,6 +79,9 @@ def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
     if is_complete(out, job.config):
         code = job.supervised(job.config, log=logs / "train.log")  # prints that nothing is left to do
     else:
+        if not _passes_quick_preflight(job):
+            say(NOT_READY)
+            return ExitCode.CRASH
         _write_run_info(job, logs, out)
         if job.gpus and (code := smoke(job, logs, out, lock)) != ExitCode.DONE:
             how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
@@ -153,8 +157,8 @@ def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool
 
 
 def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:
-    if not _is_ready(job):
-        say("not launched: the preflight failed; each failed line above ends with its remedy")
+    if not _passes_quick_preflight(job) or run_preflight(job.config, gpus=job.gpus) != 0:
+        say(NOT_READY)
         return ExitCode.CRASH
 
     def supervised(config: Config) -> int:
@@ -174,20 +178,20 @@ def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None,
         steps=steps,
         repeat=repeat,
     )
-    if code == ExitCode.DONE:
+    if has_ended(out, job.config, job.started):  # whatever a criterion says
         say("success criteria, from the files the run left:")
         judge_run(out.path)
         write_bundle(out.path)
     return code
 
 
-def _is_ready(job: Job) -> bool:
-    """Run the whole preflight; the quick checks first, so that a quick failure is reported at once."""
+def _passes_quick_preflight(job: Job) -> bool:
+    """Run the checks that need no torch, and print them if one fails: within a second, before anything slow."""
     lines: list[str] = []
-    if run_preflight(job.config, gpus=job.gpus, quick=True, emit=lines.append):
+    ready = run_preflight(job.config, gpus=job.gpus, quick=True, emit=lines.append) == 0
+    if not ready:
         print("\n".join(lines), flush=True)
-        return False
-    return run_preflight(job.config, gpus=job.gpus) == 0
+    return ready
 
 
 def directory_for(config: Config) -> RunDirectory:

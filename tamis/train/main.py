@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def train_config(config: Config, resume: str | None = None) -> int:
     """Train `config` in this process, alone or as one of torchrun's ranks; returns the exit code."""
     started = time.time()
-    _require_gpu_for_production(config)
+    _require_usable_gpus(config)
     require_same_run(RunDirectory(config.train.out_dir), config)  # before anything in the directory changes
     if (problem := _problem_with(resume, config)) is not None:
         Console().error(problem)
@@ -136,9 +136,19 @@ def _problem_with(resume: str | None, config: Config) -> str | None:
     return None
 
 
-def _require_gpu_for_production(config: Config) -> None:
-    """Refuse a production run that would use the CPU because no GPU was found."""
-    if config.runtime.production and config.runtime.device == "auto" and not torch.cuda.is_available():
+def _require_usable_gpus(config: Config) -> None:
+    """Refuse to train on the CPU by mistake: in production, or where NVML lists GPUs that torch cannot use."""
+    if config.runtime.device != "auto" or torch.cuda.is_available():
+        return
+    gpus = read_gpus()
+    if gpus:
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+        raise ConfigError(
+            f"this machine has {len(gpus)} × {gpus[0].name} (driver {gpus[0].driver}), and torch {torch.__version__}, "
+            f"built for {built}, cannot use them: install a torch build for this driver or a newer driver, or set "
+            "runtime.device=cpu if the processor is meant"
+        )
+    if config.runtime.production:
         raise ConfigError(
             "runtime.production is true and no usable GPU was found: check nvidia-smi and the driver, or set "
             "runtime.device=cpu if the processor is meant"

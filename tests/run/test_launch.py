@@ -106,6 +106,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(fin
     assert directory_bytes(run.path) == before
 
 
+def test_scratch_files_of_killed_processes_are_removed_by_the_next_launch(finished: Config) -> None:
+    run, dead = RunDirectory(finished.train.out_dir), 2**22 - 3
+    left = [f"run.info.{dead}.tmp", f"checkpoint_step5.json.{dead}.tmp", f".stacks_rank0_pid{dead}.raw"]
+    kept = [f"metrics.json.{os.getpid()}.tmp", "mine.tmp"]  # of a living process, and of a person
+    for name in left + kept:
+        (run.path / name).touch()
+    assert launch.launch_once(job(changed(finished, train={"steps": 12}))) == 0
+    names = os.listdir(run.path)
+    assert not set(left) & set(names) and set(kept) <= set(names)
+
+
 def race(out: Path, lr: float, gate, ended) -> None:
     config = build_config({"train": {"out_dir": str(out), "lr": lr}})
     gate.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.(pt|json)")
 _TEMPORARY = re.compile(r"checkpoint_step\d+\.(pt|json)(\.\d+)?\.tmp")
+_SCRATCH = re.compile(r"\.(\d+)\.tmp$|^\.stacks_rank\d+_pid(\d+)\.raw$")
 _HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 
 
@@ -145,6 +146,11 @@ class RunDirectory:
     def checkpoint_leftovers(self) -> list[Path]:
         """Temporary files of saves that were cut short."""
         return sorted(path for path in self._entries() if _TEMPORARY.fullmatch(path.name))
+
+    def scratch_files(self) -> dict[Path, int]:
+        """Scratch files of atomic writes and stack dumps, with the pid of the process that made each."""
+        found = ((path, _SCRATCH.search(path.name)) for path in self._entries())
+        return {path: int(match[1] or match[2]) for path, match in found if match}
 
     def stackdumps(self) -> list[Path]:
         """Those written to their end."""

@@ -165,6 +165,13 @@ def remove_leftovers(run: RunDirectory) -> None:
         remove(path)
 
 
+def remove_scratch(run: RunDirectory) -> None:
+    """Delete the scratch files of processes that were killed; only for the owner of the run, before it starts one."""
+    for path, pid in run.scratch_files().items():
+        if not Path(f"/proc/{pid}").exists():
+            remove(path)
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint, file or folder; one that is not there is fine."""
     if path.is_dir():

@@ -25,7 +25,7 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open_new(temporary) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -34,6 +34,13 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def open_new(path: Path, mode: str = "wb") -> IO[bytes]:
+    """Create a scratch file with a predictable name; what lies there, a link say, is removed and never followed."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    return os.fdopen(descriptor, mode)
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:

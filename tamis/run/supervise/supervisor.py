@@ -24,7 +24,7 @@ from tamis.run.files.halt import HaltFile
 from tamis.run.files.identity import record_changes, require_same_run
 from tamis.run.files.info import read_info
 from tamis.run.files.lock import RunLock, RunLocked
-from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint
+from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint, remove_scratch
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
@@ -113,6 +113,7 @@ class Supervisor:
         for problem in file_problems(self.run):
             self.events.record("unreadable_file", problem)
         self._end_orphans()
+        remove_scratch(self.run)
         record_changes(self.events, require_same_run(self.run, self.config), max(self.run.checkpoints(), default=0))
         write_text_atomic(self.run.config_yaml, self.config.to_yaml())
         self.watchdog.catch_up()

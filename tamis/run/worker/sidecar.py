@@ -28,7 +28,7 @@ from typing import IO, Any
 from tamis.run.files.console import LIVE_VARIABLE, PREFIX, REWRITE
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import ProcessId
-from tamis.run.files.records import write_text_atomic
+from tamis.run.files.records import open_new, write_text_atomic
 
 TERM_DEADLINE_S = 24.0  # the contract: 25 s from the signal to the end of the process
 SECOND_TERM_DEADLINE_S = 1.0  # the worker exits at once, unless it is stuck in C
@@ -59,7 +59,7 @@ class SidecarHandle:
 def start_sidecar(run: RunDirectory, rank: int) -> SidecarHandle:
     """Start the sidecar of this process and route signals to it; call from the main thread."""
     raw = raw_dump_path(run, rank, os.getpid())
-    raw_file = open(raw, "w+b")  # noqa: SIM115  faulthandler writes to it for the life of the process
+    raw_file = open_new(raw, "w+b")  # faulthandler writes to it for the life of the process
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     sidecar = subprocess.Popen(

@@ -220,6 +220,7 @@ def test_the_main_job_launches_what_the_hardware_decides(monkeypatch, tmp_path, 
 
     monkeypatch.chdir(Path(__file__).parents[3])
     monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launch, "run_preflight", lambda *words, **options: 0)
     monkeypatch.setattr(launch, "read_gpus", lambda: machine(*sizes))
     monkeypatch.setattr(launch, "supervise", supervise)
     monkeypatch.setattr(launch, "LAUNCH_LOGS", tmp_path / "train_runs")
@@ -236,6 +237,7 @@ def test_the_main_job_launches_what_the_hardware_decides(monkeypatch, tmp_path, 
 def test_a_failed_smoke_test_stops_the_main_job(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(Path(__file__).parents[3])
     monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launch, "run_preflight", lambda *words, **options: 0)
     monkeypatch.setattr(launch, "read_gpus", lambda: machine("80"))
     monkeypatch.setattr(
         launch, "supervise", lambda config, *, log, **options: 5 if log.name == "smoke.log" else pytest.fail()
@@ -243,3 +245,16 @@ def test_a_failed_smoke_test_stops_the_main_job(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "LAUNCH_LOGS", tmp_path / "train_runs")
     assert launch.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 5
     assert "smoke.log" in capsys.readouterr().out
+
+
+def test_gpus_that_this_torch_cannot_use_stop_the_main_job_before_anything_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setattr(launch.os, "environ", {})
+    monkeypatch.setattr(launch, "read_gpus", lambda: machine("80"))
+    monkeypatch.setattr("tamis.run.checks.machine.cuda_of_torch", lambda: "13.0")  # needs a newer driver than 570
+    monkeypatch.setattr(launch, "supervise", lambda *words, **options: pytest.fail("nothing may start"))
+    monkeypatch.setattr(launch, "LAUNCH_LOGS", tmp_path / "train_runs")
+    assert launch.main_job(None, [f"train.out_dir={tmp_path / 'out'}"]) == 1
+    said = capsys.readouterr().out
+    assert "not launched: the preflight failed" in said and "driver" in said
+    assert not (tmp_path / "out" / "run.info").exists()

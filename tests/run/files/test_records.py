@@ -90,3 +90,12 @@ def test_text_is_replaced_whole(tmp_path: Path) -> None:
     write_text_atomic(path, "a long first text")
     write_text_atomic(path, "ünd")
     assert path.read_text(encoding="utf-8") == "ünd"
+
+
+def test_a_link_with_the_scratch_files_name_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (tmp_path / f"run.info.{os.getpid()}.tmp").symlink_to(precious)
+    write_text_atomic(tmp_path / "run.info", "new")
+    assert (precious.read_text(), (tmp_path / "run.info").read_text()) == ("keep me", "new")
+    assert not (tmp_path / "run.info").is_symlink()
