@@ -95,9 +95,9 @@ def with_nan_at_step_7(config: Config) -> int:
     """The odd rank's loss is NaN in step 7; every rank notes its weights after each step."""
     whole_step, plain_loss, sums = TrainStep.__call__, TrainStep.loss, []
 
-    def watched(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+    def watched(step: TrainStep, tokens: Any, number: int, *rest: Any) -> Any:
         step.number = number  # type: ignore[attr-defined]
-        result = whole_step(step, tokens, number, flags)
+        result = whole_step(step, tokens, number, *rest)
         sums.append([float(p.detach().double().sum()) for p in map(whole, step.decoder.parameters())])
         Path(config.train.out_dir, f"sums{os.environ['RANK']}.json").write_text(json.dumps(sums))
         return result
@@ -117,11 +117,11 @@ def whole(p: Any) -> Any:
 def with_other_weights(config: Config) -> int:
     whole_step = TrainStep.__call__
 
-    def drifting(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+    def drifting(step: TrainStep, tokens: Any, number: int, *rest: Any) -> Any:
         if is_odd() and number == 3:
             with torch.no_grad():
                 step.decoder.blocks[1].feed_forward.down.weight[2, 3] += 1e-6
-        return whole_step(step, tokens, number, flags)
+        return whole_step(step, tokens, number, *rest)
 
     TrainStep.__call__ = drifting  # type: ignore[method-assign, assignment]
     return main.train_config(config)
@@ -151,13 +151,13 @@ def test_a_rank_whose_weights_differ_is_named_at_the_next_check(tmp_path: Path) 
 def with_an_error_and_a_stuck_peer(config: Config, kind: str) -> int:
     """The odd rank fails in step 3 with a collective under way that its peer, stuck, never joins."""
 
-    def failing(step: TrainStep, tokens: Any, number: int, flags: Any = ()) -> Any:
+    def failing(step: TrainStep, tokens: Any, number: int, *rest: Any) -> Any:
         if number == 3 and not is_odd():
             time.sleep(600)
         if number == 3:
             step.under_way = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("no room") if kind == "handled" else RuntimeError("an illegal memory access")
-        return whole_step(step, tokens, number, flags)
+        return whole_step(step, tokens, number, *rest)
 
     whole_step, TrainStep.__call__ = TrainStep.__call__, failing  # type: ignore[method-assign, assignment]
     return main.train_config(config)

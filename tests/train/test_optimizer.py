@@ -99,6 +99,24 @@ def test_accumulation_equals_one_big_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(small.weights()[name], weight, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("attention", ["dense", "nsa"])
+def test_packed_documents_train_and_validate_as_if_each_were_alone(tmp_path: Path, attention: str) -> None:
+    """Two halves of a row, as two documents, give the loss and gradient of two rows."""
+    kind = f"model.attention={attention}"
+    packed = tiny(tmp_path, kind, "data.packing=documents", "train.batch_size=1", "train.seq_len=64")
+    alone = tiny(tmp_path, kind, "train.batch_size=2", "train.seq_len=32")
+    row = np.random.default_rng(0).integers(0, 256, (1, 1, 65), dtype=np.int32)
+    row[0, 0, 32] = packed.vocab_size - 1  # end of text: the second document begins
+    halves = np.stack([row[0, 0, :33], row[0, 0, 32:]])[None]
+    first, second = Trainer(packed), Trainer(alone)
+    found, expected = (
+        unpack_step(trainer.step(rows, 1).tolist(), 0) for trainer, rows in ((first, row), (second, halves))
+    )
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert first.step.validation_loss([row[0]]) == pytest.approx(second.step.validation_loss([halves[0]]), rel=1e-4)
+
+
 def test_gate_statistics_average_all_micro_batches(tmp_path: Path) -> None:
     ways = (["train.batch_size=4"], ["train.batch_size=1", "train.accumulate_grad_batches=4"])
     measured = []
@@ -135,7 +153,7 @@ def test_the_gradient_norm_is_measured_before_clipping_and_clipping_respects_its
 
 
 def nan_with_a_finite_gradient(loss: Any) -> Any:
-    return lambda tokens: (loss(tokens)[0] + math.nan, None)
+    return lambda *inputs: (loss(*inputs)[0] + math.nan, None)
 
 
 @pytest.mark.parametrize("broken", ["gradient", "loss", "data"])
