@@ -94,7 +94,7 @@ def test_memory_snapshots_come_before_and_after_the_chosen_steps(tmp_path) -> No
     assert figures["host_peak_bytes"] > 10 << 20
 
 
-def test_the_audit_of_attention_kernels_tells_what_is_allowed(tmp_path) -> None:
+def test_the_audit_of_attention_kernels_lists_what_is_allowed(tmp_path) -> None:
     def audit(*overrides: str) -> str:
         return "\n".join(settings.sdpa_audit(config_of(tmp_path, *overrides), CPU))
 
@@ -106,7 +106,7 @@ def test_the_audit_of_attention_kernels_tells_what_is_allowed(tmp_path) -> None:
     assert "math attention is not allowed" in audit("runtime.sdpa=flash_only")
 
 
-def test_deterministic_really_asks_pytorch_for_it(tmp_path, capsys) -> None:
+def test_deterministic_turns_on_pytorchs_own_setting(tmp_path, capsys) -> None:
     train_config(config_of(tmp_path, "runtime.deterministic=true"))
     assert torch.are_deterministic_algorithms_enabled()
     assert "the same inputs give the same bits" in capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_ranges_are_balanced_even_when_a_step_fails(tmp_path, monkeypatch) -> No
     assert open_now == []
 
 
-def test_the_document_quotes_what_is_really_said(tmp_path) -> None:
+def test_the_document_quotes_messages_as_they_are_printed(tmp_path) -> None:
     for sentence in [
         "out of GPU memory",
         "did not come within",

@@ -114,7 +114,7 @@ def test_compiles_without_a_graph_break(poisoned_memory):
     assert all(torch.equal(x, y) for x, y in zip(plain, traced, strict=True))
 
 
-def test_fake_implementations_tell_the_truth():
+def test_fake_implementations_agree_with_the_real_ones():
     inputs = [x.detach() for x in random_inputs(SMALL, tokens=9, groups=1, heads_per_group=2)]
     numbers = op.as_numbers(SMALL)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")

@@ -113,7 +113,7 @@ def on_a_full_disk(config: Config, full_from_step: int) -> int:
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-def test_a_full_disk_costs_the_new_checkpoint_only_and_training_goes_on(tmp_path: Path, parallel: str) -> None:
+def test_a_full_disk_costs_the_new_checkpoint_only_and_training_continues(tmp_path: Path, parallel: str) -> None:
     config = config_of(tmp_path / "run", parallel, "train.keep_checkpoints=1", "train.save_every=2")
     with ranks(tmp_path / "logs", 2, on_a_full_disk, config, 4) as running:
         assert running.wait() == [1, 1], "a run whose end is not saved is not done"

@@ -35,7 +35,7 @@ def verbs() -> dict[str, str]:
     return found
 
 
-def test_the_verbs_are_those_that_were_promised() -> None:
+def test_the_verbs_are_the_documented_ones() -> None:
     assert set(verbs()) == VERBS
 
 
@@ -133,7 +133,7 @@ def test_each_kind_of_error_has_its_exit_code(error: BaseException, code: int, m
     [("judge",), ("report",), ("handoff",), ("halt",), ("monitor", "--once"), ("monitor", "--json")],
     ids=" ".join,
 )
-def test_a_run_that_is_not_there_is_refused_alike_by_every_verb_and_the_others_are_named(
+def test_every_verb_refuses_a_missing_run_in_the_same_way_and_names_the_others(
     words: tuple[str, ...], here: Path, capsys
 ) -> None:
     RunDirectory(here / "artifacts" / "train_showcase").create().config_yaml.touch()
@@ -157,7 +157,9 @@ def test_a_run_that_is_not_there_is_refused_alike_by_every_verb_and_the_others_a
         (["check", "mien.yaml"], "config file mien.yaml does not exist; did you mean mine.yaml?"),
     ],
 )
-def test_what_is_mistyped_is_one_line_with_what_was_meant(words: list[str], message: str, here: Path, capsys) -> None:
+def test_a_mistyped_word_gets_one_line_with_the_probable_intention(
+    words: list[str], message: str, here: Path, capsys
+) -> None:
     assert typed(*words) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and len(told.splitlines()) == 1

@@ -43,7 +43,7 @@ def test_two_config_files_are_refused(here: Path) -> None:
         tamis("check", "mine.yaml", "other.yaml")
 
 
-def test_halt_tells_when_there_is_nothing_to_halt(here: Path, capsys) -> None:
+def test_halt_reports_that_there_is_nothing_to_halt(here: Path, capsys) -> None:
     RunDirectory("out").create().config_yaml.touch()
     assert halt_run(RunDirectory("out"), "why", 1) == 1
     assert "nothing runs in out" in capsys.readouterr().out
@@ -215,7 +215,7 @@ def test_what_is_about_phases_is_not_ignored_without_them(words: tuple[str, ...]
         tamis("launch", "mine.yaml", *words)
 
 
-def test_a_launch_by_phases_goes_on_without_its_terminal(here: Path) -> None:
+def test_a_launch_by_phases_continues_without_its_terminal(here: Path) -> None:
     told = command_line("launch", "mine.yaml", "runtime.device=cuda", "--phases", "--detach")
     assert told.returncode == 0
     assert "launched in the background" in told.stdout

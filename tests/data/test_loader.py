@@ -27,7 +27,7 @@ def all_batches(loader: Loader) -> tuple[list[np.ndarray], str]:
             return batches, str(error)
 
 
-def test_batches_have_the_promised_shape(corpus):
+def test_batches_have_the_documented_shape(corpus):
     batch = open_loader(local(corpus, train_accumulate_grad_batches=3)).next()
     assert batch.tokens.shape == (3, 2, 17)
     assert batch.tokens.dtype == np.int32

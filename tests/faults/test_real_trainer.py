@@ -225,7 +225,7 @@ print(json.dumps([first.returncode, first.stdout + first.stderr, newest, again.r
 """
 
 
-def test_a_full_disk_costs_the_new_checkpoint_only_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_new_checkpoint_only_and_the_run_continues(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     (tmp_path / "config.yaml").write_text(tiny_real_config(disk / "out", steps=12, eval_every=0).to_yaml())

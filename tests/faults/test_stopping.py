@@ -49,7 +49,7 @@ def test_a_halt_while_the_run_waits_to_restart_is_honoured(launching) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_supervisor_told_to_stop_lets_the_workers_save(launching, number: int) -> None:
+def test_a_supervisor_that_gets_term_lets_the_workers_save(launching, number: int) -> None:
     launched = launching(ranks=2, FAKE_STEP_S="0.05", **HELD)
     launched.until_step(7)
     launched.process.send_signal(number)
@@ -62,7 +62,7 @@ def test_a_supervisor_told_to_stop_lets_the_workers_save(launching, number: int)
     assert_ends_as_unbroken(again)
 
 
-def test_a_supervisor_told_twice_kills_the_workers(launching) -> None:
+def test_a_supervisor_that_gets_term_twice_kills_the_workers(launching) -> None:
     launched = launching(fault={"kind": "hang_in_compute", "step": 7}, PATIENCE="1", TERM_S="20")
     launched.until_step(7)
     worker = ProcessId.of(launched.worker_pid())
@@ -83,7 +83,7 @@ def test_workers_that_do_not_leave_after_term_are_killed(launching) -> None:
     assert launched.events() == ["start", "term", "kill", "end"]
 
 
-def test_a_worker_told_to_stop_is_not_restarted(launching) -> None:
+def test_a_worker_that_gets_term_is_not_restarted(launching) -> None:
     """The operator's `pkill -f train_showcase.py`."""
     launched = launching(**HELD)
     launched.until_step(7)

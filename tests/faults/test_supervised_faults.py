@@ -55,7 +55,7 @@ def test_a_kill_at_any_stage_of_a_save_loses_nothing(launching, stage: str) -> N
     assert launched.run.checkpoint_leftovers() == []
 
 
-def test_two_ranks_of_which_one_is_killed_go_on_together(launching) -> None:
+def test_after_one_of_two_ranks_is_killed_both_continue_together(launching) -> None:
     launched = launching(ranks=2, fault={"kind": "kill", "rank": 1, "step": 13})
     assert launched.wait() == 0, launched.told()
     assert_ends_as_unbroken(launched)
@@ -128,7 +128,7 @@ def test_a_rank_looping_with_the_gil_held_still_gives_its_stacks_and_is_killed(l
     assert "pthread_spin_lock" in stuck and "strike_in_compute" in stuck
 
 
-def test_a_stopped_rank_is_named_and_let_go_on_to_save(launching) -> None:
+def test_a_stopped_rank_is_named_and_continued_so_that_it_can_save(launching) -> None:
     launched = launching(ranks=2, fault={"kind": "stop", "rank": 1, "step": 13})
     assert launched.wait() == 0, launched.told()
     assert_ends_as_unbroken(launched)

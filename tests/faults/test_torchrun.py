@@ -59,7 +59,7 @@ def test_nothing_of_a_run_on_one_machine_can_be_reached_from_another(asked_for_s
     assert asked_for_stacks.listening == {"127.0.0.1"}
 
 
-def test_usr1_gives_the_stacks_of_every_rank_and_training_goes_on(asked_for_stacks) -> None:
+def test_usr1_gives_the_stacks_of_every_rank_and_training_continues(asked_for_stacks) -> None:
     ranks = {path.name.split("_")[1] for path in asked_for_stacks.run.stackdumps()}
     assert ranks == {"rank0", "rank1"}
     assert asked_for_stacks.events() == ["start", "end"]

@@ -89,7 +89,7 @@ def test_a_machine_without_driver_has_no_gpus():
     assert read_gpus(FakeNvml([], driver_loaded=False), {}) == []
 
 
-def test_a_driver_that_does_not_tell_utilisation_is_not_read_as_idle():
+def test_a_driver_without_utilisation_is_not_read_as_idle():
     assert machine("80", tells_utilisation=False)[0].utilisation_percent is None
 
 

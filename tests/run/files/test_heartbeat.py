@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tamis.run.files.heartbeat import Heartbeat, HeartbeatFollower, HeartbeatWriter, previous_file, read_heartbeats
 
 
-def test_what_is_beaten_is_what_is_read(tmp_path: Path) -> None:
+def test_a_heartbeat_reads_back_as_it_was_written(tmp_path: Path) -> None:
     writer = HeartbeatWriter(tmp_path / "beat", rank=3)
     writer.beat("boot", 0)
     shares = [[0.2, 0.3, 0.5], [1 / 3, 1 / 3, 1 / 3]]

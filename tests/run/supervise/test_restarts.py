@@ -72,7 +72,7 @@ def test_stalls_without_end_are_an_anomaly() -> None:
 
 
 @pytest.mark.parametrize(("code", "final"), [(4, 4), (-9, 4), (1, 4), (0, 0), (3, 3), (5, 5)])
-def test_a_run_that_was_told_to_stop_is_not_restarted(code: int, final: int) -> None:
+def test_a_run_that_was_asked_to_stop_is_not_restarted(code: int, final: int) -> None:
     decision = RestartBudget().decide(Ending(code, 10, term_sent=True))
     assert (decision.restart, decision.code) == (False, final)
 

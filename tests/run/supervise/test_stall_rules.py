@@ -232,7 +232,7 @@ def test_throughput_collapse_restarts_the_run_and_mere_slowness_is_only_reported
     assert "throughput_collapse" in run.kinds("stall")
 
 
-def test_a_hiccup_of_fast_steps_is_no_collapse() -> None:
+def test_a_short_pause_between_fast_steps_is_no_collapse() -> None:
     run = SimulatedRun()
     run.steps(1, 3000, seconds=0.2)
     run.steps(3001, 3010, seconds=5.0)

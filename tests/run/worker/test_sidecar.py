@@ -51,7 +51,7 @@ def dumps_after(run: RunDirectory, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("how", ["running", "blocked in C"])
-def test_each_usr1_writes_one_dump_and_the_process_goes_on(tmp_path: Path, how: str) -> None:
+def test_each_usr1_writes_one_dump_and_the_process_continues(tmp_path: Path, how: str) -> None:
     run, worker = RunDirectory(tmp_path), start(tmp_path, how)
     for count in (1, 2):
         os.kill(worker.pid, signal.SIGUSR1)
