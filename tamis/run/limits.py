@@ -45,6 +45,7 @@ LARGEST_IMBALANCE_POINTS = 15  # between the busiest and the idlest GPU
 LARGEST_MEMORY_GROWTH = 0.02  # second half against first
 LARGEST_MEMORY_SHARE = 0.95  # of a GPU, where train.max_memory_gb is more
 LARGEST_COLLAPSE_FRACTION = 0.05  # share of heads, for the phase criterion
+LEAST_DISTINCT_BLOCKS = 0.05  # share of the older blocks that a layer must select at least once
 PILOT_HOURS = 2.0
 
 # Preflight (checks/machine.py)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from tamis.config import Config, ConfigError, build_config
-from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
+from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, selection, training
 from tamis.run.checks.evidence import read_evidence
 from tamis.run.checks.findings import (
     Criterion,
@@ -113,6 +113,7 @@ PHASES = (
             Criterion("gate entropy", gates.gate_entropy_healthy, LOOK_AT_LOSS),
             Criterion("gates not collapsed", gates.gates_not_collapsed, LOOK_AT_LOSS),
             Criterion("gates have learned", gates.gates_have_learned, LOOK_AT_LOSS),
+            Criterion("selection is healthy", selection.selection_healthy, LOOK_AT_LOSS),
         ),
     ),
     Phase(

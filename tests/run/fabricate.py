@@ -35,6 +35,7 @@ class Story:
     starts_at: float = 1_780_000_000.0
     entropy: float = 0.9
     collapse: float = 0.0
+    distinct: float = 0.8
     memory_growth_gib: float = 0.0  # per step
     first_step: int = 1
     attention: str = "nsa"
@@ -125,6 +126,9 @@ def _one_step(run: RunDirectory, config: Config, story: Story, writers: list[Hea
             "gate_entropy_mean": story.entropy,
             "gate_entropy_min": story.entropy - 0.03,
             "gate_collapse_fraction": story.collapse,
+            "selection_distinct": [story.distinct] * 4,
+            "selection_distance": [0.4] * 4,
+            "selection_likeness": [0.6] * 4,
         }
     used = 18.0 + story.memory_growth_gib * step
     memory = {"gpu_mem_alloc_gib": used, "gpu_mem_reserved_gib": used + 2} if story.on_gpus else {}

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tamis.run.checks.evidence import Evidence, TrainingRow, ValidationRow
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.files.identity import CONFIG_CHANGED
 
 Series = dict[str, list[tuple[float, float]]]  # name → points
 BRANCHES = ("compressed", "selected", "window")
@@ -78,6 +79,12 @@ def share_curves(evidence: Evidence) -> Series:
     }
 
 
+def selection_curves(evidence: Evidence) -> Series:
+    """Mean over the NSA layers of each figure of selection health."""
+    figures = ("distinct", "distance", "likeness")
+    return {name: _layer_mean(evidence, f"selection_{name}") for name in figures}
+
+
 def utilisation_curves(evidence: Evidence) -> Series:
     """Utilisation over minutes since the first sample: the samples carry no step."""
     start = evidence.usage[0].ts if evidence.usage else 0.0
@@ -92,3 +99,15 @@ def utilisation_curves(evidence: Evidence) -> Series:
 def _field(evidence: Evidence, rank: int, value: Callable[[Heartbeat], float | None]) -> list[tuple[float, float]]:
     points = ((beat.step, value(beat)) for beat in evidence.step_ends.get(rank, []))
     return [(step, number) for step, number in points if number is not None]
+
+
+def _layer_mean(evidence: Evidence, field: str) -> list[tuple[float, float]]:
+    beats = [(beat.step, getattr(beat, field)) for beat in evidence.step_ends.get(0, [])]
+    return [(step, sum(values) / len(values)) for step, values in beats if values]
+
+
+def changed_hyperparameters(evidence: Evidence) -> list[tuple[int, str]]:
+    """The step and the text of each change of hyperparameters at a resume."""
+    events = [event for event in evidence.events if event["event"] == CONFIG_CHANGED]
+    found = [(event["evidence"].get("step"), event["reason"]) for event in events]
+    return [(step, reason) for step, reason in found if type(step) is int and 0 <= step < 2**53]

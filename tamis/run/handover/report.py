@@ -5,6 +5,7 @@ The page carries its own copy of plotly and forbids every connection; without sc
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ CHARTS = (
     Chart("Step time", curves.step_time_curves, "seconds"),
     Chart("Gate entropy by layer", curves.entropy_curves, "nats; three equal gates: 1.0986"),
     Chart("Share of each branch, mean of the layers", curves.share_curves, ""),
+    Chart("Selection, mean of the layers", curves.selection_curves, "shares, 0 to 1"),
     Chart("GPU memory allocated", curves.memory_curves, "GiB"),
     Chart("GPU utilisation", curves.utilisation_curves, "percent", over="minutes"),
 )
@@ -117,7 +119,19 @@ def _chart(chart: Chart, evidence: Evidence) -> dict[str, Any]:
         "showlegend": len(traces) > 1,
         "margin": {"l": 70, "r": 20, "t": 45, "b": 45},
     }
+    if chart.over == "step" and traces:
+        layout |= _marks(curves.changed_hyperparameters(evidence))
     return {"data": traces, "layout": layout}
+
+
+def _marks(changes: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """Dashed vertical lines where a resume changed hyperparameters, with the change as hover text."""
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dash", "width": 1, "color": "#b3261e"}}
+    note = {"yref": "paper", "y": 1, "text": "config", "showarrow": False, "xanchor": "left", "font": {"size": 10}}
+    return {
+        "shapes": [line | {"x0": step, "x1": step} for step, _ in changes],
+        "annotations": [note | {"x": step, "hovertext": html.escape(text)} for step, text in changes],
+    }
 
 
 def _mode(points: Sequence[tuple[float, float]]) -> str:

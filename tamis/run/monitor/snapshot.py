@@ -40,6 +40,9 @@ class GateView:
     selected: float
     window: float
     entropy: float | None
+    distinct: float | None = None  # selection health, see Heartbeat
+    distance: float | None = None
+    likeness: float | None = None
 
 
 @dataclass(frozen=True)
@@ -218,10 +221,20 @@ def _gate_views(ends: list[Heartbeat]) -> list[GateView]:
     if beat is None or beat.gate_shares is None:
         return []
     entropies = dict(enumerate(beat.gate_entropy or []))
+    selection = _selection_by_layer(ends)
     return [
-        GateView(layer, compressed, selected, window, entropies.get(layer))
+        GateView(layer, compressed, selected, window, entropies.get(layer), *selection.get(layer, ()))
         for layer, (compressed, selected, window) in enumerate(beat.gate_shares)
     ]
+
+
+def _selection_by_layer(ends: list[Heartbeat]) -> dict[int, tuple[float, float, float]]:
+    """The newest distinct, distance and likeness of each NSA layer."""
+    beat = next((beat for beat in reversed(ends) if beat.selection_distinct), None)
+    if beat is None:
+        return {}
+    columns = (beat.selection_distinct or [], beat.selection_distance or [], beat.selection_likeness or [])
+    return dict(enumerate(zip(*columns, strict=False)))
 
 
 def _checkpoint_views(directory: RunDirectory) -> list[CheckpointView]:

@@ -9,7 +9,7 @@ from tamis.run.eta import duration_text
 from tamis.run.files.console import printable_line
 from tamis.run.files.hardware import Gpu
 from tamis.run.monitor.ranks import RankView
-from tamis.run.monitor.snapshot import Snapshot
+from tamis.run.monitor.snapshot import GateView, Snapshot
 
 BAR_WIDTH = 20
 EQUAL_GATES_NATS = math.log(3)
@@ -83,18 +83,27 @@ def gpu_lines(snapshot: Snapshot) -> list[str]:
 
 
 def gate_lines(snapshot: Snapshot) -> list[str]:
-    """Shares of the three branches and their entropy, which starts at ln 3."""
+    """Shares of the three branches and their entropy, which starts at ln 3; then selection health, where measured."""
     if not snapshot.gates:
         return []
-    lines = ["layer  cmp   sel   win   entropy"]
-    for gate in snapshot.gates:
-        entropy = "" if gate.entropy is None else f"{gate.entropy:.3f} {bar(gate.entropy / EQUAL_GATES_NATS, 5)}"
-        lines.append(f"{gate.layer:5d}  {gate.compressed:.2f}  {gate.selected:.2f}  {gate.window:.2f}  {entropy}")
+    has_selection = any(gate.distinct is not None for gate in snapshot.gates)
+    lines = ["layer  cmp   sel   win   entropy" + ("  dist  back  like" if has_selection else "")]
+    lines += [_gate_line(gate, has_selection) for gate in snapshot.gates]
     if snapshot.gate_entropy_mean is not None:
         collapse = snapshot.gate_collapse_fraction
         lines.append(f"mean {snapshot.gate_entropy_mean:.3f} of ln 3 = {EQUAL_GATES_NATS:.3f}")
         lines += [] if collapse is None else [f"collapsed heads {collapse:.1%}"]
-    return lines
+    return [*lines, "selection: distinct blocks, how far back, likeness"] if has_selection else lines
+
+
+def _gate_line(gate: GateView, has_selection: bool) -> str:
+    entropy = "     " if gate.entropy is None else f"{gate.entropy:.3f}"
+    if has_selection:
+        figures = (gate.distinct, gate.distance, gate.likeness)
+        entropy += "  " + "".join("     -" if figure is None else f"{figure:6.2f}" for figure in figures)
+    elif gate.entropy is not None:
+        entropy += f" {bar(gate.entropy / EQUAL_GATES_NATS, 5)}"
+    return f"{gate.layer:5d}  {gate.compressed:.2f}  {gate.selected:.2f}  {gate.window:.2f}  {entropy}"
 
 
 def checkpoint_lines(snapshot: Snapshot) -> list[str]:

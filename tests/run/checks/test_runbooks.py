@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tamis.config import load_config
-from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, training
+from tamis.run.checks.criteria import checkpoints, gates, gpu, operation, selection, training
 from tamis.run.checks.evidence import Evidence, read_evidence
 from tamis.run.checks.findings import Criterion, Finding, has_failed, is_go, parse_findings, verdict
 from tamis.run.checks.runbooks import RUNBOOKS, judge_run, judge_runbooks, summary
@@ -177,10 +177,17 @@ def test_gates_that_stay_at_three_equal_parts_have_not_learned(healthy):
     assert gates.gates_have_learned(healthy).status == "not measured"
 
 
+@pytest.mark.parametrize(("distinct", "status"), [(0.8, "pass"), (0.01, "fail")])
+def test_selection_must_not_collapse_to_a_few_blocks(tmp_path, distinct, status):
+    found = selection.selection_healthy(read_evidence(fabricate(tmp_path, steps=5, distinct=distinct)))
+    assert (found.status, "likeness of neighbours 0.60" in found.evidence) == (status, True)
+
+
 def test_the_dense_twin_has_no_gates_to_judge(tmp_path):
     evidence = read_evidence(fabricate(tmp_path, steps=5, attention="dense"))
     found = gates.gate_entropy_healthy(evidence)
     assert (found.status, found.evidence) == ("not applicable", "dense attention has no gates")
+    assert selection.selection_healthy(evidence).status == "not applicable"
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):

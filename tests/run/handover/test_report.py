@@ -1,5 +1,6 @@
 """The report is one page that draws its curves in a real browser without network access, and escapes all text."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from tamis.run.checks.evidence import read_evidence
 from tamis.run.checks.findings import Finding
+from tamis.run.files.events import EventLog
+from tamis.run.files.identity import ConfigChange, record_changes
 from tamis.run.handover.report import report_page
 from tests.run.fabricate import fabricate
 
@@ -50,6 +53,16 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
     assert nasty not in report_page(read_evidence(run), findings)
 
 
+def test_changed_hyperparameters_are_marked_on_the_curves_over_steps(tmp_path):
+    run = fabricate(tmp_path, steps=40)
+    changes = [ConfigChange("train.lr", 2e-4, 1e-4)]
+    record_changes(EventLog(run, by="trainer"), changes, 21)
+    text = report_page(read_evidence(run), {})
+    charts = json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
+    assert all(chart["layout"]["shapes"][0]["x0"] == 21 for chart in charts)
+    assert "train.lr: 0.0002 → 0.0001" in charts[0]["layout"]["annotations"][0]["hovertext"]
+
+
 def test_an_empty_directory_still_gives_a_page(tmp_path):
     assert "Nothing was logged" in report_page(read_evidence(tmp_path), {})
 
@@ -69,13 +82,13 @@ def test_a_real_browser_draws_every_chart_without_error_or_request(written):
         window.on("pageerror", lambda error: problems.append(str(error)))
         window.on("request", lambda request: requests.append(request.url))
         window.goto(written.as_uri())
-        window.wait_for_selector("#chart7 .gtitle")  # of the last one
+        window.wait_for_selector("#chart8 .gtitle")  # of the last one
         places = window.locator(".chart").count()
         drawn = window.locator(".chart .scatterlayer .trace").count()
         titles = window.locator(".chart .gtitle").all_text_contents()
         browser.close()
     assert problems == []
     assert requests == [written.as_uri()]
-    assert places == len(titles) == 8
+    assert places == len(titles) == 9
     assert titles[0] == "Loss"
     assert drawn >= places

@@ -95,6 +95,8 @@ def test_a_run_under_way_shows_its_numbers(tmp_path):
     assert snapshot.progress.eta_s == pytest.approx(950 * 0.5, rel=0.01)
     assert [view.rank for view in snapshot.ranks] == [0, 1]
     assert [gate.layer for gate in snapshot.gates] == [0, 1, 2, 3]
+    assert snapshot.gates[0].likeness == 0.6
+    assert text_of(tmp_path).partition("entropy")[2].splitlines()[1].split()[-4:] == ["0.900", "0.80", "0.40", "0.60"]
     assert snapshot.times.compute_s == pytest.approx(0.49)
     assert [saved.step for saved in snapshot.checkpoints] == [20, 40]
     text = snapshot_text(snapshot)
