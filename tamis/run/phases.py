@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from tamis.run.files.hardware import Gpu
 from tamis.run.files.info import describe_run, git_commit, write_info
 from tamis.run.files.reading import read_json
 from tamis.run.files.records import utc, write_json_atomic, write_text_atomic
+from tamis.run.supervise.supervisor import is_complete
 from tamis.run.supervise.worker_processes import trainer_command
 
 RunToEnd = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
@@ -216,16 +218,41 @@ def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, conso
         markup=False,
         soft_wrap=True,
     )
-    write_info(directory.run_info, _info(settings, config, directory))
+    was_complete = phase.number == PRODUCTION and is_complete(directory, config)  # its records stay as they are
+    if not was_complete:
+        write_info(directory.run_info, _info(settings, config, directory))
+    _point_to(directory, Path(settings.config.train.out_dir))
     code = run_to_end(config)
     if code in STOPPED_BY_REQUEST:
-        console.print(f"phase {phase.number} was stopped on request; launch again to continue", soft_wrap=True)
+        console.print(f"phase {phase.number} was stopped on request; {_next_launch(phase, directory)}", soft_wrap=True)
         return code
-    evidence = replace(read_evidence(directory), config=config)
+    evidence = read_evidence(directory)
+    evidence = evidence if was_complete else replace(evidence, config=config)
     findings = [_ended(code), *(criterion.apply(evidence) for criterion in phase.criteria)]
     print_findings(f"Phase {phase.number}: {phase.title}", findings, console)
     _store(RunDirectory(settings.config.train.out_dir), phase, settings.key(phase), directory, findings)
     return code or (ExitCode.CRASH if has_failed(findings) else ExitCode.DONE)
+
+
+def _point_to(directory: RunDirectory, out: Path) -> None:
+    """Let OUT/phases/current lead to the phase under way: its training.csv and heartbeats are there."""
+    link = out / "phases" / "current"
+    link.parent.mkdir(exist_ok=True)
+    fresh = link.with_name(f"current.{os.getpid()}.tmp")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(directory.path, link.parent))
+    os.replace(fresh, link)
+
+
+def _next_launch(phase: Phase, directory: RunDirectory) -> str:
+    if phase.number != PRODUCTION:
+        return "the next launch repeats this phase"
+    newest = max(directory.checkpoints(), default=None)
+    return (
+        "launch again to start over: there is no checkpoint"
+        if newest is None
+        else (f"launch again to resume from {directory.checkpoint(newest).name}")
+    )
 
 
 def read_go_no_go(out: RunDirectory) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 from tamis.config import Config, build_config
 from tamis.run import launch
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.events import read_events
+from tamis.run.files.events import EventLog, read_events
 from tamis.run.files.identity import OtherRun
 from tamis.run.files.info import read_info
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint
+from tamis.run.supervise.checkpoint_check import FirstCheckpointCheck
 from tamis.run.supervise.supervisor import LaunchOptions, supervise
 from tests.faults.launched import fake_command, tiny_config
 from tests.run.directory_bytes import directory_bytes
@@ -115,6 +117,31 @@ def test_scratch_files_of_killed_processes_are_removed_by_the_next_launch(finish
     assert launch.launch_once(job(changed(finished, train={"steps": 12}))) == 0
     names = os.listdir(run.path)
     assert not set(left) & set(names) and set(kept) <= set(names)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_the_first_checkpoint_of_a_production_run_is_loaded_once(tmp_path: Path, monkeypatch, loads: bool) -> None:
+    config = tiny_config(tmp_path / "out", steps=20)
+    run, events = RunDirectory(config.train.out_dir).create(), []
+    log = EventLog(run, by="supervisor", say=events.append)
+    child = ["true"] if loads else ["sh", "-c", "echo error: the file is cut; exit 2"]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(child, **options))
+    for check in (
+        FirstCheckpointCheck(run, config, log),  # not production
+        FirstCheckpointCheck(run, changed(config, runtime={"production": True}), log),
+    ):
+        check.poll()
+        run.checkpoint(5).write_bytes(b"5")
+        run.manifest(5).write_text("{}")
+        until = time.monotonic() + 20
+        while not check._is_done and time.monotonic() < until:
+            check.poll()
+            time.sleep(0.01)
+        check.close()
+        run.manifest(5).unlink()
+    word = "checkpoint_loads" if loads else "checkpoint_unloadable: checkpoint_step5.pt does not load: error: the file"
+    assert len(events) == 1 and word in events[0]
 
 
 def race(out: Path, lr: float, gate, ended) -> None:

@@ -107,6 +107,20 @@ def test_a_failed_phase_stops_the_launch_with_reason_and_remedy(config):
     assert "train.lr" in screen
 
 
+def test_the_phase_under_way_and_then_the_run_are_found_from_out(config):
+    seen = []
+
+    def launcher(run_config):
+        link = Path(config.train.out_dir) / "phases" / "current"
+        seen.append(link.resolve() == Path(run_config.train.out_dir).resolve())
+        return 3 if len(seen) == 4 else Launcher.__call__(stand_in, run_config)
+
+    stand_in = Launcher()
+    code, screen = launch(config, launcher)
+    assert (code, seen) == (3, [True] * 4)
+    assert "launch again to start over: there is no checkpoint" in screen
+
+
 def test_a_crash_of_the_workers_is_a_no_go_with_their_exit_code(config):
     code, screen = launch(config, Launcher(codes={1: ExitCode.ANOMALY}))
     assert code == ExitCode.ANOMALY

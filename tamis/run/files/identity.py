@@ -117,6 +117,6 @@ def _refusal(run: RunDirectory, foreign: list[ConfigChange]) -> str:
     words = [f"{change.key}={change.old} (asked for: {change.new})" for change in foreign[:SHOWN]]
     more = f" and {len(foreign) - SHOWN} more keys" if len(foreign) > SHOWN else ""
     return (
-        f"{run.path} holds a run with {', '.join(words)}{more}: name another train.out_dir, "
-        "or give the keys of that run to resume it. Nothing was changed"
+        f"{run.path} holds a run with {', '.join(words)}{more}: name another train.out_dir, move that run away "
+        f"(mv {run.path} {run.path}.earlier), or give its keys to resume it. Nothing was changed"
     )

@@ -27,6 +27,7 @@ from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint, remove_scratch
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
+from tamis.run.supervise.checkpoint_check import FirstCheckpointCheck
 from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
 from tamis.run.supervise.restarts import Ending, RestartBudget, true_exit_code
 from tamis.run.supervise.sampler import sampled
@@ -97,6 +98,7 @@ class Supervisor:
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
+        self.checkpoint_check = FirstCheckpointCheck(run, config, self.events)
         self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
@@ -105,7 +107,10 @@ class Supervisor:
     def run_to_its_end(self) -> int:
         with self._signals_handled():
             self._prepare()
-            return self._attempts()
+            try:
+                return self._attempts()
+            finally:
+                self.checkpoint_check.close()
 
     def _prepare(self) -> None:
         if stale := HaltFile(self.run.halt).discard_stale(self.started):
@@ -154,6 +159,7 @@ class Supervisor:
         alarm = None
         while not workers.has_ended():
             self._require_own_directory(workers)
+            self.checkpoint_check.poll()
             alarm = alarm or self._watch(workers)
             self._pass_on_stop(workers)
             wait_until(workers.has_ended, self.options.look_every_s)
