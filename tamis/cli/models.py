@@ -118,7 +118,7 @@ def data_prepare(
 
       tamis data prepare shards/ configs/m7c_125m_80g.yaml
 
-      tamis data prepare shards/ data.dataset=fineweb_edu_local data.local_path=parquet/
+      tamis data prepare shards/ data.dataset=local data.local_path=parquet/
     """
     from tamis.data.prepare import prepare
 

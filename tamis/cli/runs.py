@@ -1,4 +1,4 @@
-"""Verbs that watch a run and hand it over: monitor, judge, report, handoff."""
+"""Verbs that watch runs and hand them over: list, status, logs, monitor, judge, report, handoff."""
 
 from __future__ import annotations
 
@@ -12,6 +12,45 @@ from tamis.cli.common import WATCH, RunDir, Verb
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
+
+
+@verb("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to look for runs")] = Path("artifacts"),
+) -> None:
+    """List the runs here: state, step, loss, speed, size.
+
+    Example: tamis list
+    """
+    from tamis.run.monitor.listing import list_lines
+
+    print("\n".join(list_lines(folder)))
+
+
+@verb()
+def status(run: RunDir) -> None:
+    """Print the state of a run in a few lines; exit code 1 when something is wrong.
+
+    Example: tamis status artifacts/m7c_125m
+    """
+    from tamis.run.monitor.listing import print_status
+
+    raise typer.Exit(print_status(run))
+
+
+@verb()
+def logs(
+    run: RunDir,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="how many lines from the end")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the run ends or Ctrl-C")] = False,
+) -> None:
+    """Print the end of a run's train.log, with escapes made harmless.
+
+    Example: tamis logs artifacts/m7c_125m --follow
+    """
+    from tamis.run.monitor.listing import print_log
+
+    print_log(run, lines, follow)
 
 
 @verb()

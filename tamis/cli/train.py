@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +21,13 @@ Detach = Annotated[bool, typer.Option("--detach", help="run in the background; t
 
 
 @verb()
-def run(words: Words = None, detach: Detach = False) -> None:
+def run(
+    words: Words = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="your own text, JSONL or parquet files, or token shards")
+    ] = None,
+    detach: Detach = False,
+) -> None:
     """Run the whole job: look at the machine, smoke test, train under supervision, resume, hand over.
 
     The GPUs decide the config when none is given; without a GPU the embedded showcase runs on the CPU.
@@ -27,12 +36,29 @@ def run(words: Words = None, detach: Detach = False) -> None:
 
       tamis run
 
-      tamis run configs/m7c_125m_80g.yaml data.dataset=shards data.local_path=shards/ --detach
+      tamis run --data my_texts/
+
+      tamis run configs/m7c_125m_80g.yaml --data shards/ --detach
     """
     from tamis.run.launch import main_job
 
     path, overrides = split(words)
+    if data is not None:
+        overrides = [*_data_overrides(data), *overrides]  # the user's own keys come last and win
     raise typer.Exit(main_job(path, overrides, detach))
+
+
+def _data_overrides(path: Path) -> list[str]:
+    """Keys to train on the user's own files into a directory named after them."""
+    from tamis.data.local_files import LocalFiles
+    from tamis.data.shards import MANIFEST, read_shard_manifest
+
+    name = re.sub(r"[^\w.-]+", "_", path.resolve().stem).strip("._-") or "data"
+    keys = [f"data.local_path={json.dumps(str(path))}", "data.epochs=null", f"train.out_dir=artifacts/{name}"]
+    if (path / MANIFEST).is_file():
+        return [*keys, "data.dataset=shards", f"data.tokenizer={read_shard_manifest(path).tokenizer}"]
+    LocalFiles(path)  # refuses a path without data before anything starts
+    return [*keys, "data.dataset=local", "data.val_fraction=0.05", "train.sample_prompt=null"]
 
 
 @verb()

@@ -77,11 +77,11 @@ PASSED_ON = {
 }
 
 FLAGS: dict[str, tuple[str, str]] = {  # flag → config key, help
-    "--dataset": ("data.dataset", "synthetic, fineweb_edu, fineweb_edu_local, shards or sample"),
+    "--dataset": ("data.dataset", "synthetic, fineweb_edu, local, shards or sample"),
     "--steps": ("train.steps", "optimizer steps"),
     "--precision": ("runtime.precision", "bf16, fp16 or fp32"),
     "--loader-timeout": ("data.loader_timeout_s", "longest wait for one batch, in seconds"),
-    "--local-path": ("data.local_path", "files or folder for fineweb_edu_local, or a folder of token shards"),
+    "--local-path": ("data.local_path", "files or folder of text, or a folder of token shards"),
     "--seq-len": ("train.seq_len", "tokens per sequence"),
     "--batch-size": ("train.batch_size", "micro-batch per GPU, in sequences"),
     "--accum-batches": ("train.accumulate_grad_batches", "micro-batches per optimizer step"),

@@ -19,6 +19,7 @@ VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor core
 MOST_STEPS = 10**9
 MOST_TOKENS = 2**24  # of one sequence
 MOST_TOKENS_PER_STEP = 2**31  # of one process
+LOCAL = ("local", "fineweb_edu_local")  # two names of one source, data.dataset
 LONGEST_TEXT = 1000  # characters of a name or path
 
 
@@ -91,8 +92,9 @@ class Nsa(Section):
 class Data(Section):
     """What the model reads."""
 
-    dataset: Literal["fineweb_edu", "fineweb_edu_local", "shards", "sample", "synthetic"] = _key(
-        "fineweb_edu", "A hub dataset, local files, token shards, the embedded sample, or uniform random tokens."
+    dataset: Literal["fineweb_edu", "local", "fineweb_edu_local", "shards", "sample", "synthetic"] = _key(
+        "fineweb_edu",
+        "A hub dataset, local files (also called fineweb_edu_local), token shards, the sample, or random tokens.",
     )
     tokenizer: Literal["gpt2", "byte"] = _key("gpt2", "GPT-2's byte pairs (50,257 tokens), or bytes (257).")
     local_path: Line | None = _key(None, "Parquet, JSONL or text files, a folder of them, or a folder of token shards.")
@@ -260,7 +262,7 @@ def impossible_combinations(config: Config) -> list[str]:
             f"nsa.layers must list 1 to model.n_layers={model.n_layers} layers, got {len(nsa.layers)}",
         ),
         (
-            data.dataset in ("fineweb_edu_local", "shards") and not data.local_path,
+            data.dataset in (*LOCAL, "shards") and not data.local_path,
             f"data.local_path must be set when data.dataset is {data.dataset}",
         ),
         (

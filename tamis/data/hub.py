@@ -24,7 +24,7 @@ from tamis.data.local_files import Record, check_column, parquet_records
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts when the network fails; then it is an error
 REMEDY = (
     "check the network, point HF_DATASETS_CACHE to a fast local disk, or use local files "
-    "(data.dataset: fineweb_edu_local with data.local_path)"
+    "(data.dataset: local with data.local_path)"
 )
 
 
@@ -99,7 +99,7 @@ def _train_files(data: Data) -> list[str]:
     check_column(data.text_column, columns, where)
     urls = [str(url) for url in builder.config.data_files["train"]]
     if not all(url.endswith(".parquet") for url in urls):
-        raise DataError(f"{where} is not all parquet files: download it and use data.dataset: fineweb_edu_local")
+        raise DataError(f"{where} is not all parquet files: download it and use data.dataset: local")
     return urls
 
 

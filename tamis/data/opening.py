@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tamis.config import Config
+from tamis.config.schema import LOCAL
 from tamis.data.errors import DataError
 from tamis.data.hub import open_hub
 from tamis.data.loader import Loader, Samples
@@ -52,7 +53,7 @@ def open_source(config: Config) -> Source:
     data = config.data
     if data.dataset == "sample":
         return sample_source()
-    if data.dataset == "fineweb_edu_local":
+    if data.dataset in LOCAL:
         return LocalFiles(str(data.local_path), data.text_column)
     if data.dataset == "fineweb_edu":
         return open_hub(data)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tamis.config import Config, Data
+from tamis.config.schema import LOCAL
 from tamis.data.errors import DataError
 from tamis.data.opening import open_source
 from tamis.data.order import DocumentOrder
@@ -128,7 +129,7 @@ def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manif
 
 def _origin(data: Data) -> str:
     hub = f"{data.hub_name} {data.hub_subset} {data.hub_revision or ''}".rstrip()
-    where = {"fineweb_edu": hub, "fineweb_edu_local": data.local_path}.get(data.dataset)
+    where = hub if data.dataset == "fineweb_edu" else data.local_path if data.dataset in LOCAL else ""
     return f"{data.dataset} {where or ''}".rstrip()
 
 

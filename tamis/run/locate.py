@@ -43,6 +43,11 @@ def runs_near(path: Path) -> list[Path]:
     return [runs[name] for name in alike]
 
 
+def runs_in(folder: Path) -> list[RunDirectory]:
+    """The runs directly inside a folder, and the folder itself if it is one."""
+    return [RunDirectory(path) for path in (folder, *_folders(folder)) if _is_run(RunDirectory(path))]
+
+
 def holds_a_run(directory: RunDirectory) -> bool:
     """True if any run file exists, even just the log of a failed start."""
     traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]

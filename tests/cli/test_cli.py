@@ -12,14 +12,14 @@ from typer.main import get_command
 from tamis import __version__
 from tamis.cli.main import app, guarded, main
 from tamis.config import ConfigError
-from tamis.data.errors import DataError
+from tamis.data import DataError
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLocked
 from tests.cli.typed import command_line, ok, tamis, typed
 
 VERBS = {
     "run", "train", "launch", "halt",
-    "monitor", "judge", "report", "handoff",
+    "list", "status", "logs", "monitor", "judge", "report", "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "generate", "export", "convert", "data prepare", "data check",
     "profile", "bench attention", "bench paths", "bench train", "bench decode", "bench needle", "bench positions",
@@ -57,6 +57,11 @@ def test_a_small_model_is_trained_used_and_packed(here: Path) -> None:
     assert "newest.safetensors" in ok(tamis("convert", "out", "newest.safetensors"))
     assert "DONE" in ok(tamis("monitor", "out", "--once"))
     assert json.loads(ok(tamis("monitor", "out", "--json")))["state"] == "done"
+    heading, row = ok(tamis("list", ".")).splitlines()
+    assert heading.split() == ["state", "step", "loss", "tok/s", "size", "run"]
+    assert row.startswith("done   3/3") and row.endswith(" out")
+    assert "no runs in exported: tamis run starts one" in ok(tamis("list", "exported"))
+    assert ok(tamis("status", "out")).startswith("DONE")
 
 
 def test_checks_prove_the_model_on_this_device(here: Path) -> None:

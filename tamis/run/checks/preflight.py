@@ -113,7 +113,7 @@ CHILD_CHECKS = (
     Criterion(
         "data can be read",
         data_is_reachable,
-        "check the network and HF_DATASETS_CACHE, or set data.dataset: fineweb_edu_local with data.local_path",
+        "check the network and HF_DATASETS_CACHE, or set data.dataset: local with data.local_path",
     ),
 )
 

@@ -1,0 +1,70 @@
+"""`tamis list`, `tamis status` and `tamis logs`: runs in a table, one run in a few lines, the end of its log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tamis.run.files.console import printable, printable_line
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.info import read_info
+from tamis.run.files.reading import lines_after, open_to_read, read_last_lines
+from tamis.run.locate import existing_run, runs_in
+from tamis.run.monitor.command import UNHEALTHY
+from tamis.run.monitor.snapshot import read_snapshot
+from tamis.run.monitor.text import status_lines
+
+MOST_LOG_BYTES = 2**20
+LOOK_EVERY_S = 1.0
+ENDED = ("done", "halted", "crashed", "failed")
+
+
+def list_lines(folder: Path) -> list[str]:
+    """A table of the runs in a folder, the newest last."""
+    runs = sorted(runs_in(folder), key=lambda run: run.path.stat().st_mtime)
+    if not runs:
+        return [f"no runs in {folder}: tamis run starts one"]
+    rows = [("state", "step", "loss", "tok/s", "size", "run"), *map(_row, runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join([*map(str.ljust, row[:5], widths), printable_line(row[5])]) for row in rows]
+
+
+def _row(run: RunDirectory) -> tuple[str, str, str, str, str, str]:
+    snapshot = read_snapshot(run.path, gpus=[])
+    step = f"{snapshot.step:,}/{snapshot.steps:,}" if snapshot.steps else f"{snapshot.step:,}"
+    loss = "-" if snapshot.loss is None else f"{snapshot.loss:.4f}"
+    speed = "-" if snapshot.toks_per_s is None else f"{snapshot.toks_per_s:,.0f}"
+    size = sum(file.lstat().st_size for file in run.path.rglob("*") if not file.is_dir())
+    return snapshot.state, step, loss, speed, f"{size / 1e9:,.2f} GB", str(run.path)
+
+
+def print_status(run_dir: str | Path) -> int:
+    """Print the state of one run in a few lines; returns 1 if it crashed, failed or has a problem."""
+    snapshot = read_snapshot(existing_run(run_dir).path)
+    problems = [alert.text for alert in snapshot.alerts if alert.level == "problem"]
+    print("\n".join(printable_line(line) for line in [*status_lines(snapshot), *problems]))
+    return 1 if problems or snapshot.state in UNHEALTHY else 0
+
+
+def print_log(run_dir: str | Path, lines: int, follow: bool = False) -> None:
+    """Print the last lines of a run's train.log, and with `follow` those that come until the run ends."""
+    run = existing_run(run_dir)
+    log = _log_of(run)
+    print(printable(b"\n".join(read_last_lines(log, MOST_LOG_BYTES, lines)).decode(errors="replace")), flush=True)
+    offset = log.stat().st_size if log.exists() else 0
+    while follow:
+        is_over = read_snapshot(run.path, gpus=[]).state in ENDED
+        with open_to_read(log) as file:
+            new, offset = lines_after(file, offset, MOST_LOG_BYTES)
+        if new != [b""]:
+            print(printable(b"\n".join(new).decode(errors="replace")), flush=True)
+        if is_over:
+            return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _log_of(run: RunDirectory) -> Path:
+    """OUT/train.log, or the log next to the launch's run.info, which `tamis run` writes."""
+    launch = read_info(run.run_info).get("run_dir")
+    elsewhere = Path(str(launch)) / "train.log"
+    return elsewhere if launch and elsewhere.is_file() and not run.train_log.exists() else run.train_log
