@@ -102,8 +102,8 @@ def with_nan_at_step_7(config: Config) -> int:
         Path(config.train.out_dir, f"sums{os.environ['RANK']}.json").write_text(json.dumps(sums))
         return result
 
-    def poisoned(step: TrainStep, tokens: Any) -> Any:
-        loss, gates = plain_loss(step, tokens)
+    def poisoned(step: TrainStep, *inputs: Any) -> Any:
+        loss, gates = plain_loss(step, *inputs)
         return (loss * math.nan if is_odd() and step.number == 7 else loss), gates  # type: ignore[attr-defined]
 
     TrainStep.__call__, TrainStep.loss = watched, poisoned  # type: ignore[method-assign, assignment]
