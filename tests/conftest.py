@@ -22,6 +22,7 @@ settings.load_profile("tamis")
 
 # A long file that starts when the other processes are done would be waited for alone. Files not named are short.
 LONGEST = (
+    "tests.test_production_runbooks",
     "tests.test_runbooks",
     "tests.attention.kernels.test_compile",
     "tests.faults.test_torchrun",
