@@ -40,7 +40,7 @@ def find_alerts(
     limits = limits_for(config) if config else Limits()
     history = RunHistory()
     history.add(beat for of_rank in beats.values() for beat in of_rank)
-    alerts = [*_from_files(directory), *_from_numbers(history, limits)]
+    alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(beats)]
     if state == "running":
         alerts += _silent_ranks(history, ranks, limits)
     if config and state in ("running", "starting", "restarting"):
@@ -62,6 +62,15 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
     unfinished = set(directory.checkpoint_traces()) - set(directory.checkpoints())
     alerts += [Alert("note", f"checkpoint of step {step} is unfinished; it is never used") for step in unfinished]
     return alerts
+
+
+def _failed_saves(beats: dict[int, list[Heartbeat]]) -> list[Alert]:
+    """The newest save of a rank that failed; a save that succeeded since ends the alert."""
+    saves = [beat for of_rank in beats.values() for beat in of_rank if beat.phase == "checkpoint"]
+    newest = max(saves, key=lambda beat: beat.ts, default=None)
+    if newest is None or newest.save_error is None:
+        return []
+    return [Alert("problem", f"the checkpoint of step {newest.step} was not saved: {newest.save_error}")]
 
 
 def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:

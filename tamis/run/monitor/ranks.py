@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
-
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat
-from tamis.run.files.lock import RunLock
+from tamis.run.files.lock import ProcessId, RunLock
 from tamis.run.files.reading import read_json
 
 State = Literal["missing", "starting", "running", "crashed", "restarting", "done", "halted", "failed"]
+
+REMOTE_SILENCE_S = 3600.0  # a process of another host that is silent for longer counts as ended
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,15 @@ class RankView:
 
 def rank_view(rank: int, beats: list[Heartbeat], now: float) -> RankView:
     beat = beats[-1]
+    age_s = max(0.0, now - beat.ts)
     measured = next((b for b in reversed(beats) if b.gpu_mem_alloc_gib is not None), beat)
     return RankView(
         rank=rank,
         pid=beat.pid,
         step=beat.step,
         phase=beat.phase,
-        age_s=max(0.0, now - beat.ts),
-        is_alive=psutil.pid_exists(beat.pid),
+        age_s=age_s,
+        is_alive=_is_alive(beat, age_s),
         mem_alloc_gib=measured.gpu_mem_alloc_gib,
         mem_reserved_gib=measured.gpu_mem_reserved_gib,
         detail=beat.detail,
@@ -73,11 +74,11 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
     if phases == {"done"}:
         return "done", f"all steps are done, {where}"
     if phases == {"halted"}:
-        return "halted", f"halted at {where}, with a checkpoint; launch again to resume"
+        return "halted", f"halted at {where}{_how_to_resume(directory)}"
     if not any(rank.is_alive for rank in ranks):
         if _owner_lives(directory):
             return "restarting", f"no worker is alive after {where}; the launch is starting new ones"
-        return "crashed", f"no worker is alive after {where}; launch again to resume"
+        return "crashed", f"no worker is alive after {where}{_how_to_resume(directory)}"
     return "running", activity(ranks[0].phase, min(rank.step for rank in ranks))
 
 
@@ -95,7 +96,21 @@ def _last_preflight(directory: RunDirectory) -> str:
     return f"; the last preflight was {verdict}"
 
 
+def _how_to_resume(directory: RunDirectory) -> str:
+    steps = directory.checkpoints()
+    if not steps:
+        return "; there is no checkpoint, so a new launch starts at step 1"
+    return f", with a checkpoint of step {steps[-1]}; launch again to resume"
+
+
 def _owner_lives(directory: RunDirectory) -> bool:
-    """True if a supervisor, or a launch still at its checks or phases, is alive."""
-    owners = [RunLock(lock).owner() or {} for lock in (directory.lock, directory.launch_lock)]
-    return any(type(pid := owner.get("pid")) is int and 0 < pid < 2**31 and psutil.pid_exists(pid) for owner in owners)
+    """True if a supervisor, or a launch still at its checks or phases, holds the directory."""
+    return any(RunLock(lock).is_held() for lock in (directory.lock, directory.launch_lock))
+
+
+def _is_alive(beat: Heartbeat, age_s: float) -> bool:
+    """True if the process runs on this host; on another one, while its last heartbeat is recent."""
+    process = ProcessId.recorded(beat.pid, beat.started, beat.host)
+    if process.state() == "unknown" and beat.host is not None:
+        return age_s < REMOTE_SILENCE_S
+    return process.is_alive()

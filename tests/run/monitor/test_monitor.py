@@ -22,13 +22,14 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import GpuLost
-from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.lock import RunLock
 from tamis.run.handover.curves import thinned
 from tamis.run.locate import NoSuchRun, existing_run
 from tamis.run.monitor import snapshot as monitor_snapshot
 from tamis.run.monitor.command import show_run
 from tamis.run.monitor.growing import GrowingFiles
+from tamis.run.monitor.ranks import rank_view
 from tamis.run.monitor.screen import Curves, MonitorScreen, Panel
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import newest_events_first, rank_lines, snapshot_text
@@ -116,6 +117,38 @@ def test_an_ended_run_has_its_ending_as_state_and_no_eta(tmp_path, ending):
 def test_a_run_whose_workers_vanished_has_crashed(tmp_path):
     fabricate(tmp_path, ending=None)
     assert read_snapshot(tmp_path, gpus=[]).state == "crashed"
+
+
+def test_resuming_is_offered_only_where_there_is_a_checkpoint(tmp_path):
+    fabricate(tmp_path / "saved", ending=None)
+    assert "checkpoint of step 60; launch again to resume" in text_of(tmp_path / "saved")
+    for ending in (None, "halted"):
+        fabricate(tmp_path / f"unsaved {ending}", ending=ending, save_every=1000)
+        text = text_of(tmp_path / f"unsaved {ending}")
+        assert "launch again to resume" not in text
+        assert "there is no checkpoint, so a new launch starts at step 1" in text
+
+
+def test_a_process_of_another_host_or_with_a_reused_pid_is_not_taken_for_this_one(tmp_path):
+    run = live(tmp_path)
+    beat = json.loads(run.heartbeat(0).read_text().splitlines()[-1])
+    beats = {"reused": beat | {"started": beat["started"] - 1}, "remote": beat | {"host": "elsewhere:0", "pid": 1}}
+    view = {name: rank_view(0, [Heartbeat.from_line(json.dumps(line))], beat["ts"] + 5) for name, line in beats.items()}
+    assert (view["reused"].is_alive, view["remote"].is_alive) == (False, True)
+    late = rank_view(0, [Heartbeat.from_line(json.dumps(beats["remote"]))], beat["ts"] + 10_000)
+    assert not late.is_alive
+
+
+def test_a_failed_save_is_an_alert_until_one_succeeds(tmp_path):
+    run = live(tmp_path)
+    beat = json.loads(run.heartbeat(0).read_text().splitlines()[-1]) | {"phase": "checkpoint", "ts": time.time()}
+    with open(run.heartbeat(0), "a") as file:
+        file.write(json.dumps(beat | {"save_error": "No space left on device"}) + "\n")
+    alerts = [alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts]
+    assert "the checkpoint of step 50 was not saved: No space left on device" in alerts
+    with open(run.heartbeat(0), "a") as file:
+        file.write(json.dumps(beat | {"ts": time.time()}) + "\n")
+    assert not any("not saved" in alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts)
 
 
 def test_a_crash_under_a_living_supervisor_is_shown_as_restarting(tmp_path):
