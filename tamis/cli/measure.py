@@ -64,6 +64,29 @@ def bench_attention(
     print(json.dumps(rows))
 
 
+@bench_verb("peers")
+def bench_peers(
+    shape: Annotated[Literal["m7c", "paper"], typer.Option(help="heads, groups and sizes to measure")] = "m7c",
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
+    repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 7,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+) -> None:
+    """Time other NSA implementations that are installed, ours and dense attention, and compare their outputs.
+
+    Example: tamis bench peers --shape paper --length 8192
+    """
+    loading_torch()
+    from tamis.bench.peers import LENGTHS
+    from tamis.bench.peers import bench_peers as measure
+
+    with announced("measuring attention of every implementation"):
+        document = measure(shape, lengths or LENGTHS, tokens, repeats, device)
+    print(json.dumps(document))
+
+
 @bench_verb("paths")
 def bench_paths(
     words: Words = None,

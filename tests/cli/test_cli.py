@@ -22,7 +22,8 @@ VERBS = {
     "list", "status", "logs", "monitor", "judge", "report", "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "generate", "export", "convert", "data prepare", "data check",
-    "profile", "bench attention", "bench paths", "bench train", "bench decode", "bench needle", "bench positions",
+    "profile", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",
+    "bench positions",
 }  # fmt: skip
 
 
