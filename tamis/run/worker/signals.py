@@ -6,9 +6,9 @@ its output goes to OUT/train.log. USR1: stack dump. `.HALT`: save and stop, all 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from types import FrameType
@@ -75,27 +75,33 @@ class StopSignals:
         if self._signalled is not None:
             if time.monotonic() - self._signalled_at < echo_window_s():
                 return
-            os.write(2, b"second signal: exiting at once, the last checkpoint is valid\n")
+            _tell("second signal: exiting at once, the last checkpoint is valid")
             os._exit(ExitCode.PREEMPTED)
         self._signalled = "term" if number == signal.SIGTERM else "int"
         self._signalled_at = time.monotonic()
         name = signal.Signals(number).name
-        os.write(2, f"rank {self._rank}: {name} received, saving a checkpoint and exiting\n".encode())
+        _tell(f"rank {self._rank}: {name} received, saving a checkpoint and exiting")
         deadline = threading.Timer(LEAVE_AFTER_S, self._leave_without_saving)
         deadline.daemon = True
         deadline.start()
 
     def _leave_without_saving(self) -> None:
         """Exit from a thread: the step may wait for data, another rank or a compiler, and never reach its end."""
-        os.write(2, f"rank {self._rank}: no step boundary in time, exiting; the last checkpoint is valid\n".encode())
+        _tell(f"rank {self._rank}: no step boundary in time, exiting; the last checkpoint is valid")
         os._exit(ExitCode.PREEMPTED)
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
         """Send output to the log: a write to a terminal that is gone fails, and would end the run."""
-        if self._on_terminal:
-            log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            for stream in self._on_terminal:
-                os.dup2(log, stream)
-            os.close(log)
-        sys.stderr.write("the terminal is gone (SIGHUP): training continues\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full or lost disk
+            if self._on_terminal:
+                log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                for stream in self._on_terminal:
+                    os.dup2(log, stream)
+                os.close(log)
+        _tell("the terminal is gone (SIGHUP): training continues")
+
+
+def _tell(text: str) -> None:
+    """Write to stderr without Python's buffers. In a signal handler an error would end the run instead of saving it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

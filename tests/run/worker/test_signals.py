@@ -31,11 +31,13 @@ sys.exit(EXIT_CODE_OF[signals.stop_requested])
 """
 
 
-def start(out: Path, save_s: float = 0.0, rank: int = 0, **environment: str) -> subprocess.Popen[str]:
+def start(
+    out: Path, save_s: float = 0.0, rank: int = 0, stderr: int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, str(out), str(save_s), str(rank)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, **environment},
     )
@@ -52,6 +54,15 @@ def read_line(worker: subprocess.Popen[str], expected: str) -> None:
 def test_the_first_signal_lets_it_save_and_leave_with_four(tmp_path: Path, number: int) -> None:
     worker = start(tmp_path, save_s=0.2)
     worker.send_signal(number)
+    assert worker.wait(PATIENCE_S) == 4
+
+
+def test_a_message_that_cannot_be_written_does_not_prevent_the_save(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    worker = start(tmp_path, stderr=full)
+    os.close(full)
+    worker.send_signal(signal.SIGHUP)
+    worker.send_signal(signal.SIGTERM)
     assert worker.wait(PATIENCE_S) == 4
 
 
