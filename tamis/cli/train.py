@@ -138,3 +138,17 @@ def halt(
     from tamis.run.locate import existing_run
 
     raise typer.Exit(halt_run(existing_run(run), reason, wait))
+
+
+@verb()
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="OUT/earlier_TIME", help="the folder of a run to bring back")],
+) -> None:
+    """Bring back checkpoints that a start from an earlier step set aside.
+
+    Example: tamis restore artifacts/m7c_125m/earlier_20261116_013912
+    """
+    from tamis.run.files.console import say
+    from tamis.run.files.earlier import restore_earlier
+
+    say(restore_earlier(folder))

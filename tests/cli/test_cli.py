@@ -18,7 +18,7 @@ from tamis.run.files.lock import RunLocked
 from tests.cli.typed import command_line, ok, tamis, typed
 
 VERBS = {
-    "run", "train", "launch", "halt",
+    "run", "train", "launch", "halt", "restore",
     "list", "status", "logs", "monitor", "judge", "report", "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "generate", "export", "convert", "data prepare", "data check",
