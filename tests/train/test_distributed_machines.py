@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tamis.config import ConfigError
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.train.distributed import require_private_network
 from tests.train.processes import WAIT_S, free_port, tiny_config, wait_until
 
 
@@ -67,3 +71,17 @@ def started_again(run: RunDirectory) -> bool:
     beats = read_heartbeats(run.heartbeat(0))
     boots = [index for index, beat in enumerate(beats) if beat.phase == "boot"]
     return len(boots) > 1 and any(beat.phase == "step_end" for beat in beats[boots[-1] :])
+
+
+def test_machines_that_meet_at_a_public_address_are_refused_unless_the_operator_says_so() -> None:
+    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "8.8.8.8"}
+    with pytest.raises(ConfigError, match=r"8\.8\.8\.8.*a public address.*TAMIS_PUBLIC_NETWORK=1"):
+        require_private_network(several)
+    for allowed in (
+        several | {"TAMIS_PUBLIC_NETWORK": "1"},
+        several | {"MASTER_ADDR": "10.0.0.7"},
+        several | {"MASTER_ADDR": "127.0.0.1"},
+        several | {"LOCAL_WORLD_SIZE": "2"},  # one machine
+        several | {"MASTER_ADDR": "no-such-host.invalid"},
+    ):
+        require_private_network(allowed)
