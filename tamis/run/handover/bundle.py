@@ -27,6 +27,7 @@ from tamis.run.files.console import printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
+from tamis.run.files.lock import ProcessId
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.reading import read_text
 from tamis.run.files.records import write_text_atomic
@@ -37,6 +38,7 @@ from tamis.run.supervise.sampler import usage_csv
 
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"
+SCRATCH = ".handoff_"
 CONVERT_TIMEOUT_S = 600
 MOST_TEXT_BYTES = 512 << 20
 VERDICTS = ("go_no_go", "preflight")
@@ -61,9 +63,9 @@ def write_bundle(
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
     output.parent.mkdir(parents=True, exist_ok=True)
     say(f"collecting, judging and packing {directory.path} …")
-    with tempfile.TemporaryDirectory(
-        dir=output.parent, prefix=".handoff_"
-    ) as scratch:  # same file system as output: a rename moves it
+    remove_abandoned_scratch(output.parent)
+    prefix = f"{SCRATCH}{os.getpid()}_"
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as scratch:  # a rename moves it to output
         folder = Path(scratch) / output.stem
         folder.mkdir()
         missing = collect(directory, folder, os.environ if environment is None else environment, repository, say)
@@ -75,6 +77,14 @@ def write_bundle(
     for line in [*missing, *problems]:
         say(f"  {printable_line(line)}")
     return 1 if missing or problems else 0
+
+
+def remove_abandoned_scratch(folder: Path) -> None:
+    """Remove the scratch folders of handoffs that were killed; those of living processes stay."""
+    for path in folder.glob(f"{SCRATCH}*"):
+        pid = path.name.removeprefix(SCRATCH).partition("_")[0]
+        if pid.isdecimal() and not path.is_symlink() and not ProcessId.of(int(pid)).is_alive():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def collect(
@@ -133,7 +143,7 @@ def copy_redacted(source: Path, target: Path, redact: Redact) -> None:
 
 def pack(folder: Path, output: Path) -> None:
     """Write an uncompressed tar (weights do not compress) and move it into place when it is complete."""
-    temporary = output.with_name(output.name + ".part")
+    temporary = folder.with_name("packed.tar.tmp")  # in the scratch folder, whose name cannot be predicted
     with tarfile.open(temporary, "w") as bundle:
         bundle.add(folder, arcname=folder.name, filter=_anonymous)
     temporary.replace(output)

@@ -25,7 +25,7 @@ from tamis.run.handover import bundle
 from tamis.run.handover.bundle import verify_bundle, write_bundle
 from tamis.run.handover.redaction import redactor
 from tamis.run.locate import NoSuchRun
-from tests.run.fabricate import fabricate
+from tests.run.fabricate import DEAD_PID, fabricate
 
 SECRETS = {
     "HF_TOKEN": "planted0one0secret",
@@ -180,6 +180,18 @@ def test_writing_a_bundle_leaves_the_run_unchanged(run, tmp_path):
     bundle_of(run, tmp_path)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".handoff_*"))
+
+
+def test_scratch_folders_of_killed_handoffs_are_removed_and_no_scratch_name_is_predictable(run, tmp_path):
+    killed, running = tmp_path / f".handoff_{DEAD_PID}_x", tmp_path / f".handoff_{os.getpid()}_x"
+    for folder in (killed, running):
+        folder.mkdir()
+        (folder / "half.tar").write_text("half")
+    outside = tmp_path / "outside"
+    outside.write_text("keep")
+    (tmp_path / "bundle.tar.part").symlink_to(outside)
+    bundle_of(run, tmp_path)
+    assert (killed.exists(), running.exists(), outside.read_text()) == (False, True, "keep")
 
 
 def test_a_missing_run_is_refused(tmp_path):
