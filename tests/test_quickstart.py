@@ -18,7 +18,7 @@ SMALL = [*MINIATURE, "train.seq_len=160", "train.steps=4", "train.eval_every=2",
 
 def in_miniature(command: str) -> str:
     """Add the small model's keys; a second `tamis run` is resolved as a configuration, and not trained."""
-    if command.startswith("tamis run "):
+    if command.startswith("tamis run train."):
         return command.replace("tamis run", "tamis config show configs/train_showcase.yaml")
     if command.startswith("tamis data prepare"):
         return f"{command} data.tokenizer=byte data.val_fraction=0.05"

@@ -178,7 +178,7 @@ def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None,
         steps=steps,
         repeat=repeat,
     )
-    if code == ExitCode.DONE or has_ended(out, job.config, job.started):  # whatever a criterion says
+    if code == ExitCode.DONE or has_ended(out, job.config, job.started):  # whatever the criteria found
         say("success criteria, from the files the run left:")
         judge_run(out.path)
         write_bundle(out.path)

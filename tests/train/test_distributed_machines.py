@@ -73,7 +73,7 @@ def started_again(run: RunDirectory) -> bool:
     return len(boots) > 1 and any(beat.phase == "step_end" for beat in beats[boots[-1] :])
 
 
-def test_machines_that_meet_at_a_public_address_are_refused_unless_the_operator_says_so() -> None:
+def test_machines_that_meet_at_a_public_address_are_refused_unless_the_operator_allows_it() -> None:
     several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "8.8.8.8"}
     with pytest.raises(ConfigError, match=r"8\.8\.8\.8.*a public address.*TAMIS_PUBLIC_NETWORK=1"):
         require_private_network(several)
