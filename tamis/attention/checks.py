@@ -141,20 +141,20 @@ def check_rows(q: Tensor, **statistics: Tensor) -> None:
             )
 
 
-def check_ids(ids: Tensor, q: Tensor, groups: int, blocks: int, spec: NSASpec) -> None:
+def check_ids(ids: Tensor, q: Tensor, groups: int, blocks: int, spec: NSASpec, name: str = "ids") -> None:
     """Chosen blocks, `[batch, tokens, groups, n_sel]` int32: each once, ascending, then −1 for unused slots."""
-    _check_shape("ids", ids, (*q.shape[:2], groups, spec.n_sel))
-    _check_device("ids", ids, "q", q)
+    _check_shape(name, ids, (*q.shape[:2], groups, spec.n_sel))
+    _check_device(name, ids, "q", q)
     if ids.dtype != torch.int32:
-        raise ValueError(f"ids must be int32, got {ids.dtype}")
+        raise ValueError(f"{name} must be int32, got {ids.dtype}")
     if bool(((ids < -1) | (ids >= blocks)).any()):
         raise ValueError(
-            f"ids must lie in 0…{blocks - 1}, the blocks there are, or be -1 where unused, "
+            f"{name} must lie in 0…{blocks - 1}, the blocks there are, or be -1 where unused, "
             f"got {int(ids.min())}…{int(ids.max())}"
         )
     before, after = ids[..., :-1], ids[..., 1:]
     if bool(((after >= 0) & ((after <= before) | (before < 0))).any()):
-        raise ValueError("ids must be ascending, each block once, and -1 in unused slots after them")
+        raise ValueError(f"{name} must be ascending, each block once, and -1 in unused slots after them")
 
 
 def check_caches(q: Tensor, batch: int, **caches: tuple[Tensor, int, int | None]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tamis.attention import reference
 from tamis.attention.checks import (
     check_branch,
     check_cu_seqlens,
+    check_ids,
     check_inputs,
     check_layout,
     compressed_blocks,
@@ -47,7 +48,9 @@ def nsa_attention(
     *,
     cu_seqlens: Tensor | PackedRow | None = None,
     scale: float | None = None,
-) -> Tensor:
+    block_ids: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Native Sparse Attention over separate keys and values for each branch.
 
     Args:
@@ -61,18 +64,27 @@ def nsa_attention(
             made of them, which the layers of a model can share. `packing.compressed_layout` has the layout of `k_cmp`
             and `v_cmp`; their unused slots may hold any finite number.
         scale: of the scores, by default `D ** -0.5`.
+        block_ids: the blocks to attend to, `[B,S,G,n_sel]` int32 as `select_blocks` returns them; by default they are
+            chosen by score. They are checked, and the host waits for them.
+        return_lse: also return the log-sum-exps.
 
     Returns:
-        `[B,S,H,D]` in the dtype of `q`.
+        `[B,S,H,D]` in the dtype of `q`; with `return_lse` also the natural log-sum-exps of the compressed, selected and
+        window branch, float32 `[3,B,H,S]`, −inf where a query sees no key. No gradient flows through them.
     """
     check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
     offsets = _offsets(cu_seqlens, q)
+    if block_ids is not None:
+        check_ids(block_ids, q, k_sel.shape[2], spec.selection_blocks(q.shape[1]), spec, "block_ids")
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if not _use_kernels(q, backend):
-        return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, offsets, scale)
+        lse: list[Tensor] | None = [] if return_lse else None
+        out = reference.nsa_attention(*inputs, spec, offsets, scale, block_ids, lse)
+        return out if lse is None else (out, torch.stack(lse).float())
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
-    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, op.as_numbers(spec))
-    return op.nsa_forward(*inputs, *_packed(cu_seqlens, q, spec), scale)[0]
+    out, *others = op.nsa_forward(*inputs, op.as_numbers(spec), *_packed(cu_seqlens, q, spec), scale, block_ids)
+    return (out, torch.stack(others[3:6]).detach()) if return_lse else out
 
 
 def nsa(

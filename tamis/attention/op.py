@@ -63,13 +63,13 @@ def nsa_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mixed output, three ungated outputs, their log-sum-exps, block ids).
 
-    `packed` is a `PackedRow.flat` of so many documents. The ids of a packed row count from the row's first block.
+    `packed` is a `PackedRow.flat` of so many documents. Given `block_ids` count from the document's first block, those
+    returned from the row's.
     """
     geometry = NSASpec(*spec)
     tables = _tables(packed, documents, q, geometry)
-    return attend(
-        q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=block_ids
-    )
+    ids = None if block_ids is None else _ids_in_row(block_ids, tables)
+    return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=ids)
 
 
 def attend(
@@ -191,6 +191,11 @@ def _(q, k_cmp, spec, *rest):  # type: ignore[no-untyped-def]
 def ids_in_documents(ids: Tensor, tables: PackedTables) -> Tensor:
     """Ids counted from the row's first block, as ids counted from the first block of each token's document."""
     return (ids - tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
+
+
+def _ids_in_row(ids: Tensor, tables: PackedTables | None) -> Tensor:
+    """The inverse of `ids_in_documents`; a copy, because an operation may not return its input."""
+    return ids.clone() if tables is None else (ids + tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
 
 
 def _tables(packed: Tensor | None, documents: int, q: Tensor, spec: NSASpec) -> PackedTables | None:

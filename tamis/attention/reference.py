@@ -33,26 +33,39 @@ def nsa_attention(
     spec: NSASpec,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    block_ids: Tensor | None = None,
+    lse: list[Tensor] | None = None,
 ) -> Tensor:
-    """The mixed output `[B,S,H,D]`; with `cu_seqlens`, of a packed row (B = 1) as `packing` describes it."""
+    """The mixed output `[B,S,H,D]`; with `cu_seqlens`, of a packed row (B = 1) as `packing` describes it.
+
+    `block_ids` replaces the choice of `select_blocks`. The log-sum-exps of the three branches, `[B,H,S]` each, are
+    appended to `lse`.
+    """
     if scale is not None:
         scaled = q_BSHD.to(_compute_dtype(q_BSHD)) * (scale * q_BSHD.shape[-1] ** 0.5)
         others = k_cmp_BNGD, v_cmp_BNGD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3
-        return nsa_attention(scaled, *others, spec, cu_seqlens).to(q_BSHD.dtype)
+        return nsa_attention(scaled, *others, spec, cu_seqlens, None, block_ids, lse).to(q_BSHD.dtype)
     if cu_seqlens is not None:
         outputs = []
+        lses: list[list[Tensor]] = []
         for tokens, blocks in documents(cu_seqlens, q_BSHD.shape[1], spec):
             q, k_sel, v_sel, k_win, v_win, gates = (
                 x[:, tokens] for x in (q_BSHD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3)
             )
             k_cmp, v_cmp = k_cmp_BNGD[:, blocks], v_cmp_BNGD[:, blocks]
-            outputs.append(nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec))
+            ids = None if block_ids is None else block_ids[:, tokens]
+            lses.append([])
+            kept = None if lse is None else lses[-1]
+            inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+            outputs.append(nsa_attention(*inputs, spec, block_ids=ids, lse=kept))
+        if lse is not None:
+            lse += [torch.cat(branch, dim=-1) for branch in zip(*lses, strict=True)]
         return torch.cat(outputs, dim=1)
-    ids = select_blocks(q_BSHD, k_cmp_BNGD, spec)
+    ids = select_blocks(q_BSHD, k_cmp_BNGD, spec) if block_ids is None else block_ids
     branches = (
-        compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec),
-        selected_attention(q_BSHD, k_sel_BSGD, v_sel_BSGD, ids, spec),
-        window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec),
+        compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec, lse=lse),
+        selected_attention(q_BSHD, k_sel_BSGD, v_sel_BSGD, ids, spec, lse=lse),
+        window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec, lse=lse),
     )
     return mix_branches(branches, gates_BSH3).to(q_BSHD.dtype)
 
@@ -65,7 +78,9 @@ def mix_branches(branches: tuple[Tensor, Tensor, Tensor], gates_BSH3: Tensor) ->
     return g_cmp * compressed + g_sel * selected + g_win * window
 
 
-def compressed_attention(q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: NSASpec, start: int = 0) -> Tensor:
+def compressed_attention(
+    q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: NSASpec, start: int = 0, lse: list[Tensor] | None = None
+) -> Tensor:
     """Attention over the compressed blocks that end at or before the query; exactly 0 where there is none."""
     position = _positions(q_BSHD, start)
     block_end = torch.arange(k_BNGD.shape[1], device=q_BSHD.device) * spec.d + spec.l - 1
@@ -76,11 +91,17 @@ def compressed_attention(q_BSHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, spec: N
     def visible(rows: slice, keys: slice) -> Tensor:
         return (block_end[keys] <= position[rows, None])[None, None]
 
-    return _attend(q_BSHD, k_BNGD, v_BNGD, reach, visible)
+    return _attend(q_BSHD, k_BNGD, v_BNGD, reach, visible, lse)
 
 
 def window_attention(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, spec: NSASpec, start: int = 0, first_key: int = 0
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    spec: NSASpec,
+    start: int = 0,
+    first_key: int = 0,
+    lse: list[Tensor] | None = None,
 ) -> Tensor:
     """Attention over the `w` newest tokens, the query's own included."""
     position = _positions(q_BSHD, start)
@@ -94,11 +115,17 @@ def window_attention(
         distance = position[rows, None] - key[keys]
         return ((distance >= 0) & (distance < spec.w))[None, None]
 
-    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible)
+    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible, lse)
 
 
 def selected_attention(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, ids_BSGn: Tensor, spec: NSASpec, start: int = 0
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    start: int = 0,
+    lse: list[Tensor] | None = None,
 ) -> Tensor:
     """Causal attention over the tokens of the chosen blocks; `ids` as `select_blocks` returns them."""
     position = _positions(q_BSHD, start)
@@ -117,7 +144,7 @@ def selected_attention(
         chosen_token = chosen[..., key[keys] // spec.l_sel]
         return chosen_token & (key[keys] <= position[rows, None])
 
-    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible)
+    return _attend(q_BSHD, k_BSGD, v_BSGD, reach, visible, lse)
 
 
 @torch.no_grad()
@@ -181,15 +208,21 @@ def _attend(
     v_BTGD: Tensor,
     reach: Callable[[slice], slice],
     visible: Callable[[slice, slice], Tensor],
+    lse: list[Tensor] | None = None,
 ) -> Tensor:
     """Softmax attention by tiles of queries.
 
     `reach` gives the range of keys that some query of a tile may see, `visible` the mask `[B|1, G|1, rows, keys]`.
     """
-    outputs = []
+    outputs, lses = [], []
     for rows in _tiles(q_BSHD, k_BTGD):
         keys = reach(rows)
-        outputs.append(_attend_tile(q_BSHD[:, rows], k_BTGD[:, keys], v_BTGD[:, keys], visible(rows, keys)))
+        seen = visible(rows, keys)
+        outputs.append(_attend_tile(q_BSHD[:, rows], k_BTGD[:, keys], v_BTGD[:, keys], seen))
+        if lse is not None:
+            lses.append(_log_sum_exp(q_BSHD[:, rows], k_BTGD[:, keys], seen))
+    if lse is not None:
+        lse.append(torch.cat(lses, dim=-1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).to(q_BSHD.dtype)
 
 
@@ -198,6 +231,13 @@ def _attend_tile(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, visible_BGST: T
     v_BGTD = v_BTGD.to(p_BGRST.dtype).transpose(1, 2)
     out_BGRSD = (p_BGRST.flatten(2, 3) @ v_BGTD).unflatten(2, p_BGRST.shape[2:4])
     return out_BGRSD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@torch.no_grad()
+def _log_sum_exp(q_BSHD: Tensor, k_BTGD: Tensor, visible_BGST: Tensor) -> Tensor:
+    """Natural log-sum-exp `[B,H,S]` of the visible scores; −inf for a row that sees none."""
+    scores = _scores(q_BSHD, k_BTGD).masked_fill(~visible_BGST.unsqueeze(2), float("-inf"))
+    return torch.logsumexp(scores, dim=-1).flatten(1, 2)
 
 
 def _scores(q_BSHD: Tensor, k_BTGD: Tensor) -> Tensor:

@@ -125,6 +125,28 @@ def test_scores_take_another_scale(lengths: list[int]) -> None:
     assert relative_rmse(other[0], expected[0]) > 0.01
 
 
+@pytest.mark.parametrize("lengths", [[61], [9, 52]])
+def test_given_blocks_replace_the_choice_and_log_sum_exps_come_along(lengths: list[int]) -> None:
+    cu_seqlens = offsets(lengths) if len(lengths) > 1 else None
+    inputs = packed_inputs(lengths, SPEC, groups=1, heads_per_group=2)
+    ids = select_blocks(inputs[0], inputs[1], SPEC, "reference", cu_seqlens=cu_seqlens)
+    ids[:, -5:, :, 1:3] = ids[:, -5:, :, 2:]  # the last queries drop a block
+    ids[:, -5:, :, 3] = -1
+    options = {"cu_seqlens": cu_seqlens, "block_ids": ids, "return_lse": True}
+    (out, lse), (expected, expected_lse) = (
+        nsa_attention(*inputs, SPEC, backend, **options) for backend in ("triton", "reference")
+    )
+    chosen = nsa_attention(*inputs, SPEC, "reference", cu_seqlens=cu_seqlens)
+    assert relative_rmse(out, expected) <= 1e-5
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert lse.shape == (3, 1, 2, 61) and lse.dtype == torch.float32
+    assert torch.isneginf(lse[0, ..., : SPEC.l - 1]).all() and torch.isfinite(lse[1:]).all()
+    torch.testing.assert_close(expected[:, :-5], chosen[:, :-5])
+    assert relative_rmse(expected[:, -5:], chosen[:, -5:]) > 0.01
+    with pytest.raises(ValueError, match="block_ids must be ascending, each block once"):
+        nsa_attention(*inputs, SPEC, block_ids=ids.flip(-1), cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="replaces the interpreter's launches")
 def test_launches_depend_on_shapes_alone_and_the_host_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One compiled kernel and one CUDA graph serve every batch."""
