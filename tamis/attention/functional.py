@@ -30,7 +30,7 @@ Backend = Literal["auto", "reference", "triton"]
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_DIM, DIM_STEP = 256, 16  # what tests/gpu/matrix.py proves
+LARGEST_DIM, DIM_STEP, WIDEST_GROUP = 256, 16, 64  # what tests/gpu/matrix.py proves
 OLDEST_GPU = (8, 0)
 
 
@@ -50,6 +50,7 @@ def nsa_attention(
     scale: float | None = None,
     block_ids: Tensor | None = None,
     return_lse: bool = False,
+    max_seqlen: int | None = None,
 ) -> Any:
     """Native Sparse Attention over separate keys and values for each branch.
 
@@ -67,6 +68,8 @@ def nsa_attention(
         block_ids: the blocks to attend to, `[B,S,G,n_sel]` int32 as `select_blocks` returns them; by default they are
             chosen by score. They are checked, and the host waits for them.
         return_lse: also return the log-sum-exps.
+        max_seqlen: a bound on the tokens of a packed document, by default S. Kernels size their work by it, so a tight
+            one is faster; it must hold.
 
     Returns:
         `[B,S,H,D]` in the dtype of `q`; with `return_lse` also the natural log-sum-exps of the compressed, selected and
@@ -77,13 +80,14 @@ def nsa_attention(
     if block_ids is not None:
         check_ids(block_ids, q, k_sel.shape[2], spec.selection_blocks(q.shape[1]), spec, "block_ids")
     inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    if not _use_kernels(q, backend):
+    if not _use_kernels(q, backend, k_sel.shape[2]):
         lse: list[Tensor] | None = [] if return_lse else None
         out = reference.nsa_attention(*inputs, spec, offsets, scale, block_ids, lse)
         return out if lse is None else (out, torch.stack(lse).float())
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
-    out, *others = op.nsa_forward(*inputs, op.as_numbers(spec), *_packed(cu_seqlens, q, spec), scale, block_ids)
+    row = _packed(cu_seqlens, q, spec, max_seqlen)
+    out, *others = op.nsa_forward(*inputs, op.as_numbers(spec), *row, scale, block_ids)
     return (out, torch.stack(others[3:6]).detach()) if return_lse else out
 
 
@@ -130,11 +134,11 @@ def select_blocks(
     """
     check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp)
     offsets = _offsets(cu_seqlens, q)
-    if not _use_kernels(q, backend):
+    if not _use_kernels(q, backend, k_cmp.shape[2]):
         return reference.select_blocks(q, k_cmp, spec, cu_seqlens=offsets)
     from tamis.attention import op
 
-    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec), *_packed(cu_seqlens, q, spec))
+    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec), *_packed(cu_seqlens, q, spec, None))
 
 
 def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:
@@ -146,15 +150,18 @@ def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:
     return offsets
 
 
-def _packed(cu_seqlens: Tensor | PackedRow | None, q: Tensor, spec: NSASpec) -> tuple[Tensor | None, int]:
-    """The tables of a packed row and its number of documents, as an operation takes them."""
+def _packed(
+    cu_seqlens: Tensor | PackedRow | None, q: Tensor, spec: NSASpec, max_seqlen: int | None
+) -> tuple[Tensor | None, int, int]:
+    """The tables of a packed row, its number of documents and their greatest length, as an operation takes them."""
     if cu_seqlens is None:
-        return None, 0
-    row = cu_seqlens if isinstance(cu_seqlens, PackedRow) else PackedRow.of(cu_seqlens, q.shape[1], spec)
-    return row.flat, len(row.cu_seqlens) - 1
+        return None, 0, 0
+    tokens = q.shape[1]
+    row = cu_seqlens if isinstance(cu_seqlens, PackedRow) else PackedRow.of(cu_seqlens, tokens, spec)
+    return row.flat, len(row.cu_seqlens) - 1, min(tokens, max_seqlen or tokens)
 
 
-def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> str | None:
+def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per_group: int = 1) -> str | None:
     """Why the Triton kernels cannot run for such tensors, as the end of a sentence; None if they can."""
     device = torch.device(device)
     if not HAVE_TRITON:
@@ -163,6 +170,10 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int) -> 
         return f"the kernels take {', '.join(map(_name, KERNEL_DTYPES))}, not {_name(dtype)}"
     if dim > LARGEST_DIM or dim % DIM_STEP:
         return f"the kernels take multiples of {DIM_STEP} as head dims up to {LARGEST_DIM}, not {dim}"
+    most = WIDEST_GROUP // 2 if dtype == torch.float32 and dim > LARGEST_DIM // 2 else WIDEST_GROUP
+    if heads_per_group > most:  # half as many in float32 at large dims: more do not fit in shared memory
+        wide = f"{heads_per_group} in {_name(dtype)} at head dim {dim}"
+        return f"the kernels take up to {most} query heads per group, not {wide}"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_GPU:
@@ -185,14 +196,14 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
     return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch})"
 
 
-def _use_kernels(q: Tensor, backend: Backend) -> bool:
+def _use_kernels(q: Tensor, backend: Backend, groups: int) -> bool:
     if backend == "reference":
         return False
     if backend == "auto":
-        return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None
+        return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1], q.shape[2] // groups) is None
     if backend != "triton":
         raise ValueError(f'backend must be "auto", "reference" or "triton", got {backend!r}')
-    reason = why_no_kernels(q.device, q.dtype, q.shape[-1])
+    reason = why_no_kernels(q.device, q.dtype, q.shape[-1], q.shape[2] // groups)
     if reason:
         raise ValueError(f'backend="triton" cannot run here: {reason}; use backend="auto" or "reference"')
     return True

@@ -91,8 +91,9 @@ class NSAAttention(nn.Module):
         else:
             k_cmp, v_cmp = self._compress_packed(k_cmp, v_cmp, cu_seqlens)
         mixed = nsa_attention(
-            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend, cu_seqlens=cu_seqlens
-        )
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend,
+            cu_seqlens=cu_seqlens, max_seqlen=self.max_len,
+        )  # fmt: skip
         return self.out(mixed.flatten(2)), gates
 
     def _compress_packed(self, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,16 +58,17 @@ def nsa_forward(
     spec: list[int],
     packed: Tensor | None = None,
     documents: int = 0,
+    max_seqlen: int = 0,
     scale: float | None = None,
     block_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(mixed output, three ungated outputs, their log-sum-exps, block ids).
 
-    `packed` is a `PackedRow.flat` of so many documents. Given `block_ids` count from the document's first block, those
-    returned from the row's.
+    `packed` is a `PackedRow.flat` of so many documents of at most `max_seqlen` tokens. Given `block_ids` count from the
+    document's first block, those returned from the row's.
     """
     geometry = NSASpec(*spec)
-    tables = _tables(packed, documents, q, geometry)
+    tables = _tables(packed, documents, max_seqlen, q, geometry)
     ids = None if block_ids is None else _ids_in_row(block_ids, tables)
     return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=ids)
 
@@ -91,8 +92,7 @@ def attend(
         if ids is None:
             ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
     with _range("selected"):
-        bounds = packed.block if packed else None
-        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, bounds, scale)
+        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
     with _range("window"):
         out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
@@ -128,11 +128,12 @@ def nsa_backward(
     spec: list[int],
     packed: Tensor | None = None,
     documents: int = 0,
+    max_seqlen: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = NSASpec(*spec), gates.contiguous()
-    tables = _tables(packed, documents, q, geometry)
+    tables = _tables(packed, documents, max_seqlen, q, geometry)
     bounds = tables.block if tables else None
     dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -157,15 +158,15 @@ def _(dout, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *saved):  # type
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.spec, packed, ctx.documents, ctx.scale, _ = inputs
+    *tensors, ctx.spec, packed, documents, max_seqlen, scale, _ = inputs
+    ctx.numbers = documents, max_seqlen, scale
     ctx.set_materialize_grads(False)  # else the unused outputs get gradients of zeros, 0.3 GiB at 64k tokens
     ctx.save_for_backward(packed, *tensors, *output[1:])
 
 
 def _gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
     packed, *tensors = ctx.saved_tensors
-    gradients = nsa_backward(dout, *tensors, ctx.spec, packed, ctx.documents, ctx.scale)
-    return *gradients, None, None, None, None, None
+    return *nsa_backward(dout, *tensors, ctx.spec, packed, *ctx.numbers), None, None, None, None, None, None
 
 
 nsa_forward.register_autograd(_gradients, setup_context=_save)
@@ -173,11 +174,11 @@ nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 @torch.library.custom_op("tamis::select_blocks", mutates_args=())
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, spec: list[int], packed: Tensor | None = None, documents: int = 0
+    q: Tensor, k_cmp: Tensor, spec: list[int], packed: Tensor | None = None, documents: int = 0, max_seqlen: int = 0
 ) -> Tensor:
     """Block ids alone, counted from the document's first block; the compressed branch runs for its log-sum-exp."""
     geometry = NSASpec(*spec)
-    tables = _tables(packed, documents, q, geometry)
+    tables = _tables(packed, documents, max_seqlen, q, geometry)
     _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True, packed=tables)
     ids = select_from_lse(q, k_cmp, lse, geometry, trusted=True, packed=tables)
     return ids if tables is None else ids_in_documents(ids, tables)
@@ -198,8 +199,8 @@ def _ids_in_row(ids: Tensor, tables: PackedTables | None) -> Tensor:
     return ids.clone() if tables is None else (ids + tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
 
 
-def _tables(packed: Tensor | None, documents: int, q: Tensor, spec: NSASpec) -> PackedTables | None:
-    return None if packed is None else PackedTables.of(packed, documents, q.shape[1], spec)
+def _tables(packed: Tensor | None, documents: int, longest: int, q: Tensor, spec: NSASpec) -> PackedTables | None:
+    return None if packed is None else PackedTables.of(packed, documents, q.shape[1], longest, spec)
 
 
 def _range(name: str) -> AbstractContextManager[Any]:

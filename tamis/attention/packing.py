@@ -106,16 +106,18 @@ class PackedTables:
     window_rows: Tensor  # [S,2]: tokens that see each key
     compressed_keys: Tensor  # [S,2]
     compressed_rows: Tensor  # [Nc,2]
+    longest: int  # no document has more tokens
 
     @classmethod
-    def of(cls, flat: Tensor, documents: int, tokens: int, spec: NSASpec) -> PackedTables:
+    def of(cls, flat: Tensor, documents: int, tokens: int, longest: int, spec: NSASpec) -> PackedTables:
         blocks, slots = block_slots(documents, tokens, spec), spec.compressed_blocks(tokens)
         shapes = ((tokens, 4), (documents + 1, 2), (blocks, 2), *[(tokens, 2)] * 3, (slots, 2))
         views, at = [], 0
         for rows, columns in shapes:
             views.append(flat[at : at + rows * columns].view(rows, columns))
             at += rows * columns + -(rows * columns) % ALIGNED
-        return cls(*views)
+        token, document, block, window_keys, window_rows, compressed_keys, compressed_rows = views
+        return cls(token, document, block, window_keys, window_rows, compressed_keys, compressed_rows, longest)
 
 
 def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:

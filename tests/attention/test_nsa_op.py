@@ -129,6 +129,13 @@ def test_kernels_where_they_cannot_run_are_refused_with_the_reason(monkeypatch):
     wide = random_inputs(SMALL, tokens=9, dim=300)
     with pytest.raises(ValueError, match="head dims up to 256, not 300"):
         nsa_attention(*wide, SMALL, backend="triton")
+    odd = random_inputs(SMALL, tokens=9, dim=24)
+    with pytest.raises(ValueError, match="multiples of 16 as head dims up to 256, not 24"):
+        nsa_attention(*odd, SMALL, backend="triton")
+    for shape, most in (({"dim": 144, "heads_per_group": 33}, 32), ({"heads_per_group": 65}, 64)):
+        wide = random_inputs(SMALL, tokens=9, groups=1, **shape)
+        with pytest.raises(ValueError, match=f"up to {most} query heads per group"):
+            nsa_attention(*wide, SMALL, backend="triton")
     with pytest.raises(ValueError, match=r"backend must be .* got 'cuda'"):
         nsa_attention(*inputs, SMALL, backend="cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "0")

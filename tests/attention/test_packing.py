@@ -59,7 +59,10 @@ def assert_equals_its_documents(
 ) -> None:
     inputs = packed_inputs(lengths, spec, **shape)
     cu_seqlens = offsets(lengths, padding)
-    packed = with_gradients(lambda x: nsa_attention(*x, spec, backend, cu_seqlens=cu_seqlens), inputs)  # type: ignore[arg-type]
+    packed = with_gradients(
+        lambda x: nsa_attention(*x, spec, backend, cu_seqlens=cu_seqlens, max_seqlen=max(lengths)),  # type: ignore[arg-type]
+        inputs,
+    )
     alone = with_gradients(lambda x: one_by_one(x, lengths, spec, "reference")[0], inputs)
     errors = [relative_rmse(x, y, floor=0.1) for x, y in zip(packed, alone, strict=True)]
     assert max(errors) <= 1e-5, errors
@@ -171,10 +174,10 @@ def test_launches_depend_on_shapes_alone_and_the_host_reads_nothing(monkeypatch:
         cu_seqlens = offsets(lengths, 3 - len(lengths))
         with NothingIsRead():
             out, *saved = op.nsa_forward._init_fn(
-                *inputs, op.as_numbers(FINE), PackedRow.of(cu_seqlens, 90, FINE).flat, 3
+                *inputs, op.as_numbers(FINE), PackedRow.of(cu_seqlens, 90, FINE).flat, 3, 90
             )
             flat = PackedRow.of(cu_seqlens, 90, FINE).flat
-            op.nsa_backward._init_fn(out, *inputs, *saved, op.as_numbers(FINE), flat, 3)
+            op.nsa_backward._init_fn(out, *inputs, *saved, op.as_numbers(FINE), flat, 3, 90)
         seen.append(list(launches))
     assert len(seen[0]) > 15 and seen[0] == seen[1] == seen[2]
 

@@ -162,7 +162,7 @@ def _score_kernel(
             first_token, first_key = load_range(documents, document)
             end_token, end_key = load_range(documents, document + 1)
             newest_here = (tl.minimum(last, end_token - 1) - first_token) // L_SEL
-            wanted_here = tl.where(newest_here < N_SEL, 0, tl.cdiv(newest_here - 1, RUN))
+            wanted_here = tl.where(newest_here < N_SEL, 0, tl.minimum(tl.cdiv(newest_here - 1, RUN), runs))
             ended_here = tl.maximum((token - first_token + 1 - L + STRIDE) // STRIDE, 0)
             _score_runs(
                 overlap, q_tiles, lse_rows, k, bg, g, G, first_key, ended_here, end_key - first_key, scale, stride_kn,
@@ -313,8 +313,8 @@ def select_from_lse(
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
     tables = (packed.document, packed.token) if packed else (None, None)
-    for t_begin, t_end in _chunks(B, S, G, spec, latest):
-        blocks = spec.selection_blocks(latest + t_end)
+    for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
+        blocks = spec.selection_blocks(packed.longest if packed else latest + t_end)
         runs = triton.cdiv(blocks, run)
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
@@ -355,12 +355,12 @@ def runs_of(keys: int, spec: NSASpec) -> tuple[int, int]:
     return parts, (parts * keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
 
 
-def _chunks(B: int, S: int, G: int, spec: NSASpec, start: int = 0) -> list[tuple[int, int]]:
+def _chunks(B: int, S: int, G: int, spec: NSASpec, start: int = 0, longest: int | None = None) -> list[tuple[int, int]]:
     """Query ranges whose scores fit in SCORE_BYTES: `tokens · columns of the last token ≤ budget`."""
     bounds, begin, budget = [], 0, SCORE_BYTES // (4 * B * G)
     while begin < S:
         size = S - begin
-        while size > 128 and size * spec.selection_blocks(start + begin + size) > budget:
+        while size > 128 and size * spec.selection_blocks(longest or start + begin + size) > budget:
             size = max(128, size // 2)
         bounds.append((begin, begin + size))
         begin += size

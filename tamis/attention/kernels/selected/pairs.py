@@ -39,6 +39,7 @@ from tamis.attention.kernels.selected.lists import (
     sizes_of,
 )  # fmt: skip
 from tamis.attention.kernels.selected.union import Unions, block_tokens, load_at, store_at, union_forward
+from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
@@ -55,7 +56,7 @@ def selected_forward(
     spec: NSASpec,
     start: Start = 0,
     trusted: bool = False,
-    bounds: Tensor | None = None,
+    packed: PackedTables | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
@@ -66,10 +67,12 @@ def selected_forward(
     if not trusted:
         check_selected(q_BSHD, k_BTGD, v_BTGD, ids_BSGn, spec, latest_start(start))
     q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
-    if spec.selection_blocks(latest_start(start) + q.shape[1]) <= DENSE_UP_TO * spec.n_sel:
-        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, bounds, scale)
+    bounds = packed.block if packed else None
+    blocks = spec.selection_blocks(packed.longest if packed else latest_start(start) + q.shape[1])
+    if blocks <= DENSE_UP_TO * spec.n_sel:
+        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, bounds, scale, blocks)
         return out, lse
-    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, bounds, scale)
+    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, bounds, scale, blocks)
     return pairs_forward(q, k, v, ids, spec, tiles_with_short_unions, start=start, bounds=bounds, scale=scale)
 
 

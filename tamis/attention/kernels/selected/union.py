@@ -60,6 +60,7 @@ def union_forward(
     start: Start = 0,
     bounds: Tensor | None = None,
     scale: float | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Unions]:
     """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
     batch, tokens, heads, dim = q_BSHD.shape
@@ -70,7 +71,7 @@ def union_forward(
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
-    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, bounds)
+    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, bounds, longest)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
@@ -85,12 +86,19 @@ def union_forward(
 
 
 def unite_choices(
-    ids_BSGn: Tensor, spec: NSASpec, tile: int, every_tile: bool, start: Start = 0, bounds: Tensor | None = None
+    ids_BSGn: Tensor,
+    spec: NSASpec,
+    tile: int,
+    every_tile: bool,
+    start: Start = 0,
+    bounds: Tensor | None = None,
+    longest: int | None = None,
 ) -> Unions:
+    """Collect the blocks of every tile; of a packed row, whose longest document has `longest` blocks."""
     batch, tokens, groups, slots = ids_BSGn.shape
     blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), triton.cdiv(tokens, tile)
-    if bounds is not None:
-        blocks = min(len(bounds), tile * slots)
+    if bounds is not None:  # of the document in which a tile begins, and no more than one for each token that follows
+        blocks = min(len(bounds), tile + (longest or len(bounds)))
     most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
