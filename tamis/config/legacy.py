@@ -114,7 +114,10 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
     _check_ddp(arguments.ddp, environment)
     if arguments.save is not None and not arguments.save.endswith(".pt"):
         raise ConfigError(f"--save {arguments.save} must end in .pt, as its manifest's name follows from it")
-    return Request(build_config(tree), config_path, arguments.resume, arguments.save, effects)
+    config = build_config(tree)
+    if arguments.dataset is None:
+        effects.append(f"no --dataset: data.dataset is {config.data.dataset}; random tokens are --dataset synthetic")
+    return Request(config, config_path, arguments.resume, arguments.save, effects)
 
 
 def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
