@@ -93,7 +93,9 @@ def train_showcase(argv: list[str]) -> int:
 def _train_as_asked(request: Request) -> int:
     loading_torch()
     is_main = os.environ.get("RANK", "0") == "0"
-    for line in [*request.effects, f"config {request.config_path}"] if is_main else []:
+    chosen = f"config {request.config_path}, data.dataset {request.config.data.dataset}"
+    hint = "" if request.config.data.dataset == "synthetic" else " (for random tokens: --dataset synthetic)"
+    for line in [*request.effects, chosen + hint] if is_main else []:
         say(line)
     from tamis.train.main import train_config
 

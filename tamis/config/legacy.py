@@ -73,7 +73,7 @@ PASSED_ON = {
     "TORCH_NCCL_BLOCKING_WAIT": "PyTorch: a collective that times out raises an error",
     "PYTORCH_CUDA_ALLOC_CONF": "PyTorch: settings of the GPU memory allocator",
     "CUDA_LAUNCH_BLOCKING": "CUDA: wait for every kernel; slow, for finding errors",
-    "HF_DATASETS_CACHE": "datasets: where downloaded data is kept",
+    "HF_DATASETS_CACHE": "where streamed data is kept on disk, up to data.cache_gib",
 }
 
 FLAGS: dict[str, tuple[str, str]] = {  # flag → config key, help
@@ -114,10 +114,7 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
     _check_ddp(arguments.ddp, environment)
     if arguments.save is not None and not arguments.save.endswith(".pt"):
         raise ConfigError(f"--save {arguments.save} must end in .pt, as its manifest's name follows from it")
-    config = build_config(tree)
-    if arguments.dataset is None:
-        effects.append(f"no --dataset: data.dataset is {config.data.dataset}; random tokens are --dataset synthetic")
-    return Request(config, config_path, arguments.resume, arguments.save, effects)
+    return Request(build_config(tree), config_path, arguments.resume, arguments.save, effects)
 
 
 def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -102,6 +102,9 @@ class Data(Section):
     hub_subset: Line = _key("sample-10BT", "Subset of the hub dataset.")
     hub_revision: Line | None = _key(None, "Commit or tag of the hub dataset; null: its newest.")
     text_column: Line = _key("text", "Column or JSON key that holds the text.")
+    cache_gib: float = _key(
+        50.0, "Most of a hub dataset kept on disk in HF_DATASETS_CACHE, if that is set; 0: nothing.", ge=0, le=1e6
+    )
     val_fraction: float = _key(0.005, "Share of documents held out by hash, never trained on.", ge=0, lt=1)
     epochs: Annotated[int, Field(ge=1, le=10**6)] | None = _key(
         1, "Passes over the data before its end is an error; null: without end."

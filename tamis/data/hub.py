@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from tamis.config import Data
+from tamis.data.block_cache import BlockCache, CachedFile
 from tamis.data.errors import DataError
 from tamis.data.local_files import Record, check_column, parquet_records
 
@@ -43,6 +45,7 @@ class HubDataset:
         self.sizes: list[int] = []  # not known before reading
         self._pauses_s = () if Path(data.hub_name).is_dir() else RETRY_PAUSES_S
         self._text_column = data.text_column
+        self._cache = None if Path(data.hub_name).is_dir() else _block_cache(data)
         self._urls = _train_files(data)
         self.names = [re.sub(r"^.*@[0-9a-f]{40}/", "", url) for url in self._urls]
 
@@ -70,7 +73,9 @@ class HubDataset:
         # The iterator of `datasets` starts threads that abort a process which ends in the middle of a file.
         from datasets.utils.file_utils import xopen  # retries after a lost connection
 
-        with xopen(self._urls[file], "rb") as content:
+        url = self._urls[file]
+        content: Any = CachedFile(self._cache, url, lambda: xopen(url, "rb")) if self._cache else xopen(url, "rb")
+        with content:
             yield from parquet_records(content, self._text_column, start, self.names[file])
 
     def _pause_or_give_up(self, attempt: int, what: str, error: Exception) -> None:
@@ -78,6 +83,17 @@ class HubDataset:
         if lasting or attempt >= len(self._pauses_s):
             raise DataError(f"{what} cannot be read ({_first_line(error)}): {REMEDY}") from error
         time.sleep(self._pauses_s[attempt])
+
+
+def _block_cache(data: Data) -> BlockCache | None:
+    """The cache in HF_DATASETS_CACHE; None if the variable is not set or the cache is off."""
+    folder = os.environ.get("HF_DATASETS_CACHE")
+    if not folder or not data.cache_gib:
+        return None
+    try:
+        return BlockCache(Path(folder) / "tamis_blocks", int(data.cache_gib * 2**30))
+    except OSError as error:
+        raise DataError(f"HF_DATASETS_CACHE={folder} cannot be written ({error}): name another folder") from error
 
 
 def _train_files(data: Data) -> list[str]:

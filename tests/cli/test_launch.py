@@ -185,7 +185,9 @@ def test_the_estimate_for_the_phases_is_measured_or_missing(job: Job, monkeypatc
 
 def test_a_saved_copy_of_the_last_checkpoint_resumes(here: Path, capsys) -> None:
     assert train_showcase(["--config", "mine.yaml", "--save", "kept/last.pt"]) == 0
-    assert "copied out/checkpoint_step3.pt to kept/last.pt" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "copied out/checkpoint_step3.pt to kept/last.pt" in told
+    assert "config mine.yaml, data.dataset sample (for random tokens: --dataset synthetic)" in told
     assert train_showcase(["--config", "mine.yaml", "--steps", "4", "--resume", "kept/last.pt"]) == 0
     told = capsys.readouterr().out
     assert "resuming from kept/last.pt" in told

@@ -208,9 +208,3 @@ def test_every_key_that_a_file_may_hold_is_read_by_something() -> None:
 def test_the_table_holds_only_keys_that_exist() -> None:
     assert {v.key for v in VARIABLES.values() if v.key} | {key for key, _ in FLAGS.values()} <= set(known_keys())
     assert build_config({}).train.csv is True
-
-
-def test_without_the_dataset_flag_the_config_decides_and_the_start_prints_it() -> None:
-    line = "no --dataset: data.dataset is sample; random tokens are --dataset synthetic"
-    assert line in parse(["--config", SHOWCASE], {}).effects
-    assert parse(["--config", SHOWCASE, "--dataset", "synthetic"], {}).effects == []

@@ -180,13 +180,13 @@ except DataError as error:
 """
 
 
-def read_over_http(hub: FakeHub, config: Config, folder: Path) -> dict:
+def read_over_http(hub: FakeHub, config: Config, folder: Path, **variables: str) -> dict:
     """The first batches as a process sees them whose hub is the stand-in."""
     path = folder / "config.yaml"
     path.write_text(config.to_yaml())
     environment = {
         **os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*",
+        "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*", **variables,
     }  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-c", READER, str(path)],
@@ -210,6 +210,23 @@ def test_over_http_only_the_subset_is_fetched_and_the_batches_are_the_same(repos
     assert seen == {"sha": local_sha(config, repository), "pauses": 0}
     assert any(f"resolve/{COMMIT}/sample/10BT" in request for request in hub.requests)
     assert not any("resolve" in request and "/data/" in request for request in hub.requests)
+
+
+def test_a_restart_reads_cached_blocks_from_disk_and_the_cache_stays_below_its_limit(repository, tmp_path):
+    cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    config = hub_config(NAME, data_hub_subset="default")  # its card has the columns: opening reads no content
+    with FakeHub(repository, NAME) as hub:
+        first = read_over_http(hub, config, tmp_path, **cache)
+        before = hub.reads
+        hub.stall.set()  # the second process reads no content from the hub
+        second = read_over_http(hub, config, tmp_path, **cache)
+        hub.stall.clear()
+        assert before > 0 and hub.reads == before
+        small = hub_config(NAME, data_hub_subset="default", data_cache_gib=1e-6)
+        third = read_over_http(hub, small, tmp_path, HF_DATASETS_CACHE=str(tmp_path / "small"))
+    assert first == second == third and first["pauses"] == 0  # the third stores no block
+    assert list((tmp_path / "cache").rglob("*.block")) and not list((tmp_path / "cache").rglob("*.tmp"))
+    assert sum(file.stat().st_size for file in (tmp_path / "small").rglob("*.block")) <= 1e-6 * 2**30
 
 
 def test_dropped_reads_lose_no_document(repository, tmp_path):
