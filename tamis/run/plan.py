@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tamis.run.files.hardware import Gpu
-from tamis.run.supervise.worker_processes import trainer_command
 
 SHOWCASE_CONFIG = "configs/train_showcase.yaml"
 # Smallest total memory for each config, as NVML reports it; cards sold as 80 and 40 GB report a little less or more.
@@ -27,9 +25,6 @@ class LaunchPlan:
     processes: int
     environment: dict[str, str]  # only what is added to the user's own
     reasons: list[str]
-
-    def command(self, config_yaml: Path) -> list[str]:
-        return trainer_command(config_yaml, self.processes, None)
 
 
 def choose_config(gpus: Sequence[Gpu]) -> str:

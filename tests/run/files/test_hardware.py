@@ -13,6 +13,7 @@ from tamis.run import launch
 from tamis.run.files.hardware import MIB, Gpu, GpuLost, free_disk_mib, read_gpus
 from tamis.run.files.info import read_info
 from tamis.run.plan import choose_config, launch_plan, nccl_environment
+from tamis.run.supervise.worker_processes import trainer_command
 
 CARD_MIB = {
     "24": 24_564,
@@ -146,7 +147,7 @@ def test_adding_a_gpu_never_chooses_a_larger_config(sizes, another):
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_gpu_or_one_gpu_launches_plain_python(count):
     plan = launch_plan(machine(*["80"] * count), environment={})
-    command = plan.command(Path("c.yaml"))
+    command = trainer_command(Path("c.yaml"), plan.processes, None)
     assert plan.processes == 1
     assert command[0] == sys.executable
     assert "tamis.train.tools.torchrun" not in command
@@ -156,7 +157,7 @@ def test_no_gpu_or_one_gpu_launches_plain_python(count):
 @pytest.mark.parametrize("count", [2, 8])
 def test_several_gpus_launch_torchrun_with_every_gpu(count):
     plan = launch_plan(machine(*["40"] * count), environment={})
-    command = plan.command(Path("c.yaml"))
+    command = trainer_command(Path("c.yaml"), plan.processes, None)
     assert plan.processes == count
     assert command[0] == sys.executable  # this very interpreter, so that no other torch can slip in
     assert "tamis.train.tools.torchrun" in command

@@ -92,5 +92,5 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(code: int, final: int) ->
         (3, {0: 3}, 3),
     ],
 )
-def test_what_the_ranks_said_is_the_truth_behind_torchruns_one(process: int, said, true: int) -> None:
+def test_the_ranks_final_heartbeats_give_the_exit_code_behind_torchruns_one(process: int, said, true: int) -> None:
     assert true_exit_code(process, said) == true

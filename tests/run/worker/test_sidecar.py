@@ -90,7 +90,7 @@ def test_a_stopped_process_can_be_dumped_from_outside(tmp_path: Path) -> None:
         worker.communicate()
 
 
-def test_a_process_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+def test_the_dump_of_a_process_that_is_gone_states_it(tmp_path: Path) -> None:
     text = write_stack_dump(RunDirectory(tmp_path), 0, 2**22 - 3).read_text()
     assert "the process is gone" in text and "py-spy failed" in text
 
