@@ -64,7 +64,7 @@ class DecodeShape:
         return 2 * self.groups * self.dim * self.dtype.itemsize
 
 
-def bench_decode(
+def measure_decoding(
     batches: Sequence[int] = BATCHES,
     lengths: Sequence[int] = LENGTHS,
     *,

@@ -157,7 +157,7 @@ def _filler(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor
     return tokens.flatten(1)[:, :length].contiguous(), ruled.flatten(1)[:, :length].contiguous()
 
 
-def bench_needle(
+def measure_needle(
     setting: NeedleSettings | None = None, *, device: str = "cpu", out_dir: str | Path = "artifacts/bench"
 ) -> dict[str, Any]:
     """Train, then measure on fresh sequences; write needle.json and print tables and the same document."""

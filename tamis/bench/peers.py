@@ -70,7 +70,7 @@ PEERS = [
 ]  # fmt: skip
 
 
-def bench_peers(
+def measure_peers(
     shape: str = "m7c",
     lengths: Sequence[int] = LENGTHS,
     tokens: int = TOKENS,

@@ -22,7 +22,7 @@ from tamis.generate.load import load_model
 from tamis.model import Decoder
 
 
-def bench_positions(
+def measure_positions(
     checkpoint: str | Path,
     scales: Sequence[float] = (1.0, 2.0, 4.0),
     reach: int = 4,

@@ -79,11 +79,10 @@ def bench_peers(
     Example: tamis bench peers --shape paper --length 8192
     """
     loading_torch()
-    from tamis.bench.peers import LENGTHS
-    from tamis.bench.peers import bench_peers as measure
+    from tamis.bench.peers import LENGTHS, measure_peers
 
     with announced("measuring attention of every implementation"):
-        document = measure(shape, lengths or LENGTHS, tokens, repeats, device)
+        document = measure_peers(shape, lengths or LENGTHS, tokens, repeats, device)
     print(json.dumps(document))
 
 
@@ -146,11 +145,10 @@ def bench_decode(
     Example: tamis bench decode --batch 1 --batch 8 --length 65536
     """
     loading_torch()
-    from tamis.bench.decode import BATCHES, LENGTHS
-    from tamis.bench.decode import bench_decode as measure
+    from tamis.bench.decode import BATCHES, LENGTHS, measure_decoding
 
     with announced("measuring decoding"):
-        measure(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
+        measure_decoding(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
 
 
 @bench_verb("needle")
@@ -171,15 +169,14 @@ def bench_needle(
       tamis bench needle --device cuda
     """
     loading_torch()
-    from tamis.bench.needle import LARGE, NeedleSettings
-    from tamis.bench.needle import bench_needle as measure
+    from tamis.bench.needle import LARGE, NeedleSettings, measure_needle
 
     default = LARGE if device.startswith("cuda") else NeedleSettings()
     chosen = replace(default, steps=steps or default.steps, seed=seed)
     if lengths:
         chosen = replace(chosen, lengths=tuple(lengths), shown=())
     with announced(f"training on {chosen.steps} batches of facts"):
-        measure(chosen, device=device)
+        measure_needle(chosen, device=device)
 
 
 @bench_verb("positions")
@@ -198,7 +195,7 @@ def bench_positions(
     Example: tamis bench positions artifacts/train_showcase --scale 1 --scale 2
     """
     loading_torch()
-    from tamis.bench.positions import bench_positions as measure
+    from tamis.bench.positions import measure_positions
 
     with announced("reading held-out text"):
-        measure(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)
+        measure_positions(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)

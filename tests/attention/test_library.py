@@ -142,6 +142,18 @@ def test_torch_compile_captures_the_layer_in_one_graph() -> None:
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
 
 
+def test_torch_compile_serves_every_packing_of_a_row_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(tamis.attention.layer, "nsa_attention", lambda q, *_, cu_seqlens: q)  # the kernels are one op
+    module, x = layer(), tokens(30, batch=1)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for offsets in ([0, 10, 11, 30, 30], [0, 5, 20, 25, 30]):
+        packing = torch.tensor(offsets, dtype=torch.int32)
+        torch.testing.assert_close(compiled(x, packing), module(x, packing))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_autocast_computes_in_bf16_with_float32_gradients() -> None:
     module, x = layer(), tokens()
     with torch.autocast("cpu", torch.bfloat16):

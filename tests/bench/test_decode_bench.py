@@ -11,13 +11,13 @@ import torch
 
 from tamis.attention import NSASpec
 from tamis.bench import decode
-from tamis.bench.decode import bench_decode
+from tamis.bench.decode import measure_decoding
 
 SPEC = NSASpec(8, 4, 16, 4, 24)
 
 
 def run(tmp_path: Path) -> dict:
-    return bench_decode(
+    return measure_decoding(
         [1, 3], [64, 200], heads=4, groups=2, dim=16, spec=SPEC, repeats=2, device="cpu", out_dir=tmp_path
     )
 
@@ -48,7 +48,7 @@ def test_the_whole_model_s_step_is_measured_for_both_kinds_of_attention(monkeypa
         return tiny({**tree, "model": {**tree["model"], **sizes}, "data": {"tokenizer": "byte"}})
 
     monkeypatch.setattr(decode, "build_config", small)
-    document = bench_decode(
+    document = measure_decoding(
         [2], [64], heads=4, dim=16, spec=SPEC, repeats=2, device="cpu", out_dir=tmp_path, with_model=True
     )
     assert document["rows"][0]["step_ms"] > 0

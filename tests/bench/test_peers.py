@@ -3,7 +3,7 @@
 import json
 
 from tamis.attention import NSASpec, nsa
-from tamis.bench.peers import PEERS, Peer, bench_peers
+from tamis.bench.peers import PEERS, Peer, measure_peers
 
 
 def test_installed_peers_are_compared_and_missing_ones_skipped_with_a_reason(capsys) -> None:
@@ -19,7 +19,7 @@ def test_installed_peers_are_compared_and_missing_ones_skipped_with_a_reason(cap
         Peer("refuses", ("json",), "-", raising),
         Peer("missing", ("no_such_package",), "pip install no-such-package", biased),
     ]
-    document = bench_peers("tiny", [48], tokens=96, repeats=1, device="cpu", peers=peers)
+    document = measure_peers("tiny", [48], tokens=96, repeats=1, device="cpu", peers=peers)
     assert json.loads(json.dumps(document)) == document
     rows = {row["name"]: row for row in document["rows"]}
     assert list(rows) == ["dense", "tamis", "tamis, one block size", "same", "biased", "refuses"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.bench.positions import bench_positions, loss_by_position
+from tamis.bench.positions import loss_by_position, measure_positions
 from tamis.config import build_config
 from tamis.model import Decoder
 from tests.generate.test_load import save
@@ -25,7 +25,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def test_perplexity_is_given_for_each_trained_length_and_scale(tmp_path: Path, capsys) -> None:
-    document = bench_positions(checkpoint(tmp_path), (1, 4), reach=2, sequences=2, device="cpu", out_dir=tmp_path)
+    document = measure_positions(checkpoint(tmp_path), (1, 4), reach=2, sequences=2, device="cpu", out_dir=tmp_path)
     assert document["positions"] == ["0–47", "48–95"]
     assert set(document["perplexity"]) == {"1", "4"}
     assert document["perplexity"]["1"] != document["perplexity"]["4"]
@@ -40,4 +40,4 @@ def test_the_mean_over_positions_is_the_model_s_own_loss() -> None:
 
 def test_a_reach_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reach"):
-        bench_positions(tmp_path, reach=0)
+        measure_positions(tmp_path, reach=0)
