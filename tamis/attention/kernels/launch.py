@@ -66,8 +66,8 @@ AMPERE = HALF | {
 }
 LARGE_DIM = Tile(64, 32, 8, 1)  # head dims above 128
 # On Hopper, ptxas 12.8 miscompiles the unpipelined dkv kernel with 64 rows and at most 32 keys: dk is wrong, or an
-# address is illegal. The same PTX is right at optimization level 0, and no sanitizer finds a race. With these tiles the
-# scores are multiplied by `mma`, almost nothing spills, and the results are right.
+# address is illegal. The same PTX is right at optimization level 0 and with ptxas 13.0, and no sanitizer finds a
+# race. With these tiles the scores are multiplied by `mma`, almost nothing spills, and the results are right.
 LARGE_DIM_DKV = Tile(32, 64, 8, 1)
 FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
 

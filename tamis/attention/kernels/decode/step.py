@@ -49,10 +49,10 @@ class Splits:
 
 
 @triton.jit
-def _softmax_step(
+def _add_keys(
     q, kv, row, seen, column, stride_t, stride_2, m, total, acc, scale, D: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One tile of keys, found at `row`; also its logits, −inf where unseen."""
+    """Add one tile of keys, found at `row`, to the running softmax; also return its logits, −inf where unseen."""
     at = kv + row.to(tl.int64)[:, None] * stride_t + column[None, :]
     mask = seen[:, None] & (column < D)[None, :]
     k_tile = tl.load(at, mask=mask, other=0.0)
@@ -116,7 +116,7 @@ def _scan_kernel(
     D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        gdc_launch_dependents()  # the second kernel may take its place; it waits there for the end of this one
+        gdc_launch_dependents()  # the second kernel may start; it waits for the end of this one
     pack = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = pack // (G // PACK), pack % (G // PACK) * PACK
@@ -142,7 +142,7 @@ def _scan_kernel(
     logits += qg * R * row_length
     for first in range(begin, end, BN):
         i = first + tl.arange(0, BN)
-        m, total, acc, s = _softmax_step(
+        m, total, acc, s = _add_keys(
             q_tile, compressed, i, i < end, column, stride_cn, stride_c2, m, total, acc, scale, WIDTH, PRECISION
         )
         tl.store(logits + r[:, None] * row_length + i[None, :], s, mask=(r < PACK * R)[:, None] & (i < end)[None, :])
@@ -158,7 +158,7 @@ def _scan_kernel(
 
 @triton.jit
 def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.constexpr):
-    """`gate · branch` from the splits of a branch; `row` and `at` are each element's head and place in a split.
+    """`gate · branch` from the splits of a branch; `row` and `at` are each element's head and index in a split.
 
     Every thread reads its own elements and their heads' log-sum-exps, so that none waits for another.
     """
@@ -186,6 +186,12 @@ def _finish_kernel(
     RP: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     NP: tl.constexpr, BJ: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Three jobs by program, in one launch so that memory is read while blocks are chosen.
+
+    Programs 0 … x_sel−1 of a (query, group) choose the blocks and walk a share of the chosen tokens, the next x_win
+    walk the window, and the last one merges what the scan left. The program that arrives last adds all up under the
+    gates. The first two jobs share one loop over keys, and so its buffers: hence the many arguments.
+    """
     x = x_cmp + x_sel + x_win + 1
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -216,10 +222,10 @@ def _finish_kernel(
             if split == 0:
                 slot = tl.arange(0, NP)
                 tl.store(ids + qg * N_SEL + slot, tl.where(chosen == UNUSED, -1, chosen), mask=slot < N_SEL)
-        # One loop for both branches, so that they share one set of buffers. A place is a token of the chosen blocks,
+        # One loop for both branches, so that they share one set of buffers. An index is a token of the chosen blocks,
         # one block after the other, or of the window.
-        places = tl.where(is_sel, N_SEL * L_SEL, W)
-        share = tl.cdiv(tl.cdiv(places, tl.where(is_sel, x_sel, x_win)), BN) * BN
+        count = tl.where(is_sel, N_SEL * L_SEL, W)
+        share = tl.cdiv(tl.cdiv(count, tl.where(is_sel, x_sel, x_win)), BN) * BN
         begin = tl.where(is_sel, split, split - x_sel) * share
         kv = tl.where(
             is_sel, selected + (query * stride_sb + group * stride_sg), window + (query * stride_wb + group * stride_wg)
@@ -231,13 +237,13 @@ def _finish_kernel(
         total = tl.zeros([RP], tl.float32)
         acc = tl.zeros([RP, DP], tl.float32)
         read = 0
-        for first in range(begin, tl.minimum(begin + share, places), BN):
-            place = first + tl.arange(0, BN)
-            inside = place < places
-            block = tl.gather(chosen, tl.where(inside & is_sel, place // L_SEL, 0), 0)
-            token = tl.where(is_sel, block * L_SEL + place % L_SEL, oldest + place)
+        for first in range(begin, tl.minimum(begin + share, count), BN):
+            index = first + tl.arange(0, BN)
+            inside = index < count
+            block = tl.gather(chosen, tl.where(inside & is_sel, index // L_SEL, 0), 0)
+            token = tl.where(is_sel, block * L_SEL + index % L_SEL, oldest + index)
             seen = inside & (block != UNUSED) & (token <= position)
-            m, total, acc, _ = _softmax_step(
+            m, total, acc, _ = _add_keys(
                 q_tile, kv, tl.where(seen, token % slots, 0), seen, column, stride_t, stride_2, m, total, acc, scale,
                 D, PRECISION,
             )  # fmt: skip
@@ -314,7 +320,7 @@ def decode(
 
 
 def launches_early(q: Tensor) -> bool:
-    """Whether the second kernel may take its place before the first has ended, and wait there: from Hopper on."""
+    """Whether the second kernel may start before the first has ended, and wait: from Hopper on."""
     return q.is_cuda and not is_ampere(q)
 
 
