@@ -219,9 +219,7 @@ def test_what_is_about_phases_is_not_ignored_without_them(words: tuple[str, ...]
 
 def test_a_launch_by_phases_continues_without_its_terminal(here: Path) -> None:
     told = command_line("launch", "mine.yaml", "runtime.device=cuda", "--phases", "--detach")
-    has_ended = (
-        "it has ended with exit code 1" in told.stdout
-    )  # a preflight that fails at once may end before it is seen
+    has_ended = "it has ended with exit code 1" in told.stdout  # the preflight may fail at once
     assert told.returncode == int(has_ended)
     assert "launched in the background" in told.stdout
     log = here / "out" / "launch.log"
