@@ -53,7 +53,11 @@ def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
 def quick_options(config: Config) -> LaunchOptions:
     return LaunchOptions(
         limits=with_patience(limits_for(config), float(os.environ.get("PATIENCE", "1"))),
-        budget=RestartBudget(first_delay_s=float(os.environ.get("FIRST_DELAY_S", "0.1"))),
+        budget=RestartBudget(
+            restarts=int(os.environ.get("RESTARTS", "10")),
+            without_progress=int(os.environ.get("WITHOUT_PROGRESS", "3")),
+            first_delay_s=float(os.environ.get("FIRST_DELAY_S", "0.1")),
+        ),
         grace=Grace(
             dump_s=20.0,
             halt_s=1.0,
