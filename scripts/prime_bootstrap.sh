@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the pinned dependencies; it may run any number of times. `--test` adds what the tests need.
+# `--from-script` leaves out what to do next: the script that calls this one does it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { echo "[bootstrap] $*"; }
 fail() { echo "[bootstrap] error: $*" >&2; exit 1; }
 
-extras="[all]"
-case "${1:-}" in
-  "") ;;
-  --test) extras="[test]" ;;
-  *) fail "unknown argument $1 (only --test is known)" ;;
-esac
+extras="[all]" next="bash scripts/train_m7c_prime.sh (to type tamis, torchrun or tensorboard, first: . .venv/bin/activate)"
+for word in "$@"; do
+  case "$word" in
+    --test) extras="[test]" ;;
+    --from-script) next="" ;;
+    *) fail "unknown argument $word (only --test is known)" ;;
+  esac
+done
 
 find_python() {
   for candidate in python3 python3.13 python3.12 python3.11; do
@@ -58,7 +61,7 @@ show_gpus() {
   else
     say "no NVIDIA GPU found: the embedded showcase will run on the CPU"
   fi
-  say "next: bash scripts/train_m7c_prime.sh (to type tamis, torchrun or tensorboard, first: . .venv/bin/activate)"
+  [ -z "$next" ] || say "next: $next"
 }
 
 say "Tamis in $PWD"

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export CONFIG=${CONFIG:-configs/m7c_125m_2xa100_production.yaml}
 echo "[tamis] production launch of $CONFIG"
-bash scripts/prime_bootstrap.sh
+bash scripts/prime_bootstrap.sh --from-script
 .venv/bin/tamis launch "$@" --help >/dev/null  # refuses a mistyped flag before the tests
 case " $* " in *" --help "*) exec .venv/bin/tamis launch --help ;; esac
 .venv/bin/tamis check --quick "$CONFIG" || { echo "[tamis] not launched: see the failed checks above"; exit 1; }

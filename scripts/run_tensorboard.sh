@@ -2,7 +2,7 @@
 # TensorBoard over a run's curves, reachable from this machine alone: bash scripts/run_tensorboard.sh [LOGDIR] [PORT]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/tamis ] || bash scripts/prime_bootstrap.sh
+[ -x .venv/bin/tamis ] || bash scripts/prime_bootstrap.sh --from-script
 refuse() { echo "error: $*" >&2; exit 2; }
 logdir=${1:-artifacts/m7c_125m/tb} port=${2:-6006}
 curves=$(find artifacts "$logdir" -name 'events.out.tfevents.*' -printf '%h\n' 2>/dev/null | sort -u | tr '\n' ' ') || true

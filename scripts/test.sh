@@ -2,7 +2,7 @@
 # Bootstraps if needed, checks style and types, and runs all tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash scripts/prime_bootstrap.sh --test
+bash scripts/prime_bootstrap.sh --test --from-script
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 echo "[tamis] starting in $PWD"
-bash scripts/prime_bootstrap.sh
+bash scripts/prime_bootstrap.sh --from-script
 exec .venv/bin/tamis run "$@"

@@ -35,6 +35,7 @@ def test_a_shell_script_is_a_few_lines_that_call_the_command_line(script: Path) 
     lines = [line for line in script.read_text().splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) <= 12
     assert any(".venv/bin/" in line for line in lines)
+    assert all("--from-script" in line for line in lines if "prime_bootstrap.sh" in line)
 
 
 @pytest.mark.parametrize("script", [*SHELL, *PYTHON], ids=lambda path: path.name)
@@ -128,6 +129,7 @@ def test_bootstrap_shows_each_gpu_and_installs_once(bare_machine: Path) -> None:
     assert "up to date" in again.stdout
     for done in (first, again):
         assert done.stdout.splitlines()[-1].startswith("[bootstrap] next: bash scripts/train_m7c_prime.sh")
+    assert bootstrap(bare_machine, "--from-script").stdout.splitlines()[-1].startswith("[bootstrap] GPU 0")
     calls = (bare_machine / ".venv" / "calls").read_text()
     assert calls.count("pip install") == 1
     assert "download.pytorch.org" not in calls
