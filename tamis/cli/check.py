@@ -11,6 +11,7 @@ import typer
 
 from tamis.cli.common import (
     CHECK,
+    Resolved,
     Verb,
     Verbs,
     Words,
@@ -27,8 +28,6 @@ app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")]
-# For the processes that `tamis check` and `tamis run` start: their file already contains what variables set.
-Resolved = Annotated[bool, typer.Option("--resolved", hidden=True, help="ignore environment variables")]
 
 config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show or check a configuration.")
 app.add_typer(config_app, name="config", rich_help_panel=CHECK)

@@ -31,6 +31,8 @@ Words = Annotated[
         help="a YAML file (else $CONFIG), and changes to single keys, as train.steps=100",
     ),
 ]
+# For the processes that `tamis check` and `tamis run` start: their file already contains what variables set.
+Resolved = Annotated[bool, typer.Option("--resolved", hidden=True, help="ignore environment variables")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir")]
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli.common import USE, Verb, Verbs, Words, announced, loading_torch, resolve
-from tamis.config import Config
+from tamis.cli.common import USE, Resolved, Verb, Verbs, Words, announced, loading_torch, resolve, split
+from tamis.config import Config, load_config
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
@@ -128,13 +128,16 @@ def data_prepare(
 
 @data_verb("check")
 def data_check(
-    words: Words = None, batches: Annotated[int, typer.Option(min=1, help="how many batches to fetch")] = 4
+    words: Words = None,
+    batches: Annotated[int, typer.Option(min=1, help="how many batches to fetch")] = 4,
+    resolved: Resolved = False,
 ) -> None:
     """Check the data: a few batches as training gets them, with text, speed, the ranks' shares and validation.
 
     Example: tamis data check configs/m7c_125m_80g.yaml --batches 8
     """
-    raise typer.Exit(check_data(resolve(words), batches))
+    config = load_config(split(words)[0]) if resolved else resolve(words)
+    raise typer.Exit(check_data(config, batches))
 
 
 def check_data(config: Config, batches: int, show_text: bool = True) -> int:

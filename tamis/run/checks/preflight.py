@@ -81,7 +81,8 @@ def collectives_work(subject: Subject) -> Finding:
 
 
 def data_is_reachable(subject: Subject) -> Finding:
-    return _child_finding([*TAMIS, "data", "check", str(subject.config_file), "--batches", "2"], "data")
+    command = [*TAMIS, "data", "check", str(subject.config_file), "--batches", "2", "--resolved"]
+    return _child_finding(command, "data")
 
 
 def model_is_right(subject: Subject) -> list[Finding]:

@@ -190,7 +190,8 @@ def test_kernel_agreement_does_not_apply_without_kernels(tmp_path, monkeypatch):
     assert [finding.status for finding in preflight.model_is_right(subject(tmp_path))] == ["not applicable", "pass"]
 
 
-def test_the_real_data_path_is_tried_in_a_child(tmp_path):
+def test_the_real_data_path_is_tried_in_a_child_which_reads_no_variables_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_LR", "fast")  # the resolved config holds what variables set
     found = preflight.data_is_reachable(subject(tmp_path))
     assert found.status == "pass"
     assert "held-out" in found.evidence
