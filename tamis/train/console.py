@@ -68,11 +68,14 @@ class ZScore:
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=Z_WINDOW)
 
-    def of(self, value: float) -> float:
-        count = len(self._seen)
-        mean = sum(self._seen) / count if count else value
-        deviation = math.sqrt(sum((v - mean) ** 2 for v in self._seen) / count) if count >= Z_LEAST else 0.0
+    def of(self, value: float) -> float | None:
+        """The z-score, or None with fewer than Z_LEAST earlier values."""
+        earlier = list(self._seen)
         self._seen.append(value)
+        if len(earlier) < Z_LEAST:
+            return None
+        mean = sum(earlier) / len(earlier)
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in earlier) / len(earlier))
         return (value - mean) / deviation if deviation > 0 else 0.0
 
 

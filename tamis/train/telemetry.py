@@ -131,10 +131,13 @@ class Telemetry:
 
     def _line(self, finished: FinishedStep, rate: float) -> str:
         launched, steps = finished.launched, self.config.train.steps
-        z_loss, z_norm = self.z_loss.of(finished.loss), self.z_norm.of(finished.grad_norm)
+        z_loss, z_norm = (
+            "" if z is None else f" ({z:+.2f}z)"
+            for z in (self.z_loss.of(finished.loss), self.z_norm.of(finished.grad_norm))
+        )
         return (
-            f"step {launched.step:>{len(str(steps))}}/{steps} | loss {finished.loss:.4f} ({z_loss:+.2f}z) | "
-            f"norm {finished.grad_norm:.3f} ({z_norm:+.2f}z) | lr {launched.lr:.2e} | {rate:,.0f} tok/s | "
+            f"step {launched.step:>{len(str(steps))}}/{steps} | loss {finished.loss:.4f}{z_loss} | "
+            f"norm {finished.grad_norm:.3f}{z_norm} | lr {launched.lr:.2e} | {rate:,.0f} tok/s | "
             f"ETA {self.pace.eta(steps - launched.step)}"
         )
 
