@@ -1,4 +1,4 @@
-"""Verbs that train: run, train, launch, halt."""
+"""Verbs that train: run, train, launch, halt, restore."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from tamis.config.legacy import variable_overrides
 from tamis.run.background import repeated
 from tamis.run.checks.preflight import run_preflight
 from tamis.run.checks.runbooks import judge_run
-from tamis.run.files.console import say
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.console import counted, say
+from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.files.identity import OtherRun, require_same_run
 from tamis.run.files.info import describe_run, write_info
 from tamis.run.files.lock import RunLock, require_no_launch, require_no_trainer
+from tamis.run.files.reading import open_to_append
 from tamis.run.finish import finish_run, has_ended
 from tamis.run.handover.bundle import write_bundle
 from tamis.run.phases import launch_by_phases
@@ -55,7 +56,7 @@ class Job:
     started: float
 
     def supervised(self, config: Config, log: Path | None = None) -> int:
-        options = LaunchOptions(budget=RestartBudget(restarts=self.restarts))
+        options = LaunchOptions(budget=RestartBudget(restarts=self.restarts), started=self.started)
         return supervise(config, processes=self.processes, log=log, options=options)
 
 
@@ -74,8 +75,7 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
 
 
 def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
-    logs = LAUNCH_LOGS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}"
-    logs.mkdir(parents=True)
+    logs = new_folder(LAUNCH_LOGS / f"m7c_{time.strftime('%Y%m%d_%H%M%S')}")
     if is_complete(out, job.config):
         code = job.supervised(job.config, log=logs / "train.log")  # prints that nothing is left to do
     else:
@@ -144,7 +144,7 @@ def smoke(job: Job, logs: Path, out: RunDirectory, lock: RunLock) -> int:
     overrides = [f"train.steps={SMOKE_STEPS}", "data.dataset=synthetic", f"train.out_dir={rehearsal.path}"]
     overrides += ["runtime.precision=bf16", f"train.save_every={SMOKE_STEPS}"]
     config = load_config(SHOWCASE_CONFIG, overrides)
-    with halts_forwarded(out, rehearsal, time.time()):
+    with halts_forwarded(out, rehearsal, job.started):
         code = job.supervised(config, log=logs / "smoke.log")
     lock.sign("launch")
     return code
@@ -231,7 +231,7 @@ def launch_detached(config: Config, arguments: list[str]) -> int:
 def start_detached(command: list[str], out: RunDirectory) -> int:
     """Start a launch in a session of its own, and wait until it holds its directory or has ended."""
     log = out.path / "launch.log"
-    with open(log, "ab") as file:
+    with open_to_append(log) as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -251,8 +251,10 @@ def halts_forwarded(out: RunDirectory, phase: RunDirectory, since: float) -> Ite
         return
 
     def forward() -> None:
-        if HaltFile(out.halt).requested(since):
-            HaltFile(phase.halt).request(HaltFile(out.halt).consume())
+        with suppress(OSError):  # a full disk: the request stays, and the next look tries again
+            if HaltFile(out.halt).requested(since):
+                HaltFile(phase.halt).request(HaltFile(out.halt).reason())
+                HaltFile(out.halt).consume()
 
     with repeated(LOOK_FOR_HALT_EVERY_S, forward):
         yield
@@ -272,5 +274,5 @@ def estimated_toks_per_s(job: Job) -> float | None:
         except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
             say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate shows why)")
             return None
-    say(f"estimate: {rate:,.0f} tok/s with {job.processes} process(es)")
+    say(f"estimate: {rate:,.0f} tok/s with {counted(job.processes, 'process')}")
     return rate

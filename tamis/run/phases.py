@@ -247,12 +247,10 @@ def _point_to(directory: RunDirectory, out: Path) -> None:
 def _next_launch(phase: Phase, directory: RunDirectory) -> str:
     if phase.number != PRODUCTION:
         return "the next launch repeats this phase"
-    newest = max(directory.checkpoints(), default=None)
-    return (
-        "launch again to start over: there is no checkpoint"
-        if newest is None
-        else (f"launch again to resume from {directory.checkpoint(newest).name}")
-    )
+    steps = directory.checkpoints()
+    if not steps:
+        return "launch again to start over: there is no checkpoint"
+    return f"launch again to resume from {directory.checkpoint(steps[-1]).name}"
 
 
 def read_go_no_go(out: RunDirectory) -> list[dict[str, Any]]:

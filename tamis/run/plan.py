@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tamis.run.files.console import counted
 from tamis.run.files.hardware import Gpu
 
 SHOWCASE_CONFIG = "configs/train_showcase.yaml"
@@ -64,4 +65,4 @@ def _reasons(gpus: Sequence[Gpu]) -> list[str]:
         return ["no GPU found: one process on the CPU; without a config of your own, the embedded showcase"]
     smallest = min(gpus, key=lambda gpu: gpu.total_mib)
     how = "python" if len(gpus) == 1 else f"torchrun --nproc_per_node={len(gpus)}"
-    return [f"{len(gpus)} GPU(s): {how}", f"smallest: {smallest.name} with {smallest.total_mib} MiB"]
+    return [f"{counted(len(gpus), 'GPU')}: {how}", f"smallest: {smallest.name} with {smallest.total_mib} MiB"]

@@ -85,6 +85,17 @@ def test_a_halt_in_out_stops_the_phase_that_runs_elsewhere(tmp_path: Path) -> No
     assert not out.halt.exists()
 
 
+def test_a_halt_that_cannot_be_forwarded_yet_is_not_lost(tmp_path: Path) -> None:
+    out, phase = RunDirectory(tmp_path / "out").create(), RunDirectory(tmp_path / "phase1")
+    HaltFile(out.halt).request("enough for today")
+    with halts_forwarded(out, phase, time.time() - 60):
+        time.sleep(2 * launching.LOOK_FOR_HALT_EVERY_S)
+        assert out.halt.exists()
+        phase.create()
+        until(lambda: not out.halt.exists())
+    assert HaltFile(phase.halt).reason() == "enough for today"
+
+
 def test_a_halt_from_before_the_launch_stops_nothing(tmp_path: Path) -> None:
     out, phase = RunDirectory(tmp_path).create(), RunDirectory(tmp_path / "phases" / "phase1").create()
     HaltFile(out.halt).request("long ago")

@@ -171,6 +171,14 @@ def failures_of(seed: int, original: Path, folder: Path) -> list[str]:
         problems = file_problems(run)
         if not any(target.name in problem for problem in problems):
             failures.append(f"{case}: not named by {problems}")
+    failures += reader_failures(run, case)
+    shutil.rmtree(out.parent)
+    return failures
+
+
+def reader_failures(run: RunDirectory, case: str) -> list[str]:
+    """A line for each reader that raised."""
+    failures = []
     no_child = mock.Mock(return_value=subprocess.CompletedProcess([], 1, "", "no torch here"))
     with (
         mock.patch.object(checkpoints.subprocess, "run", no_child),
@@ -181,5 +189,4 @@ def failures_of(seed: int, original: Path, folder: Path) -> list[str]:
                 read()
             except Exception:
                 failures.append(f"{case}: {name} raised\n{traceback.format_exc(limit=-4)}")
-    shutil.rmtree(out.parent)
     return failures

@@ -11,12 +11,12 @@ import yaml
 
 from tamis.config import Config, ConfigError, build_config
 from tamis.config.yaml_file import read_value
-from tamis.run.checks.findings import utc
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
 from tamis.run.files.reading import is_regular, read_last_lines, read_text
+from tamis.run.files.records import utc
 from tamis.run.supervise.sampler import UsageSample, read_usage, usage_csv
 
 MOST_CSV_BYTES = 256 << 20

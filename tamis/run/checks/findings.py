@@ -18,12 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tamis.run.files.console import printable_line
-from tamis.run.files.records import utc as utc
-from tamis.run.files.records import write_json_atomic, write_text_atomic
+from tamis.run.files.records import is_time, utc, write_json_atomic, write_text_atomic
 
 Status = Literal["pass", "fail", "not measured", "not applicable"]
 STYLES = {"pass": "green", "fail": "bold red", "not measured": "yellow", "not applicable": "dim"}
-LATEST_TIME = 253402300799.0  # the end of year 9999
 VERDICT_STYLES = {"GO": "green", "NO-GO": "bold red", "OPEN": "yellow"}
 
 
@@ -139,8 +137,7 @@ def parse_findings(records: object) -> list[Finding]:
     for record in records if isinstance(records, list) else []:
         if isinstance(record, dict) and record.get("status") in STYLES:
             texts = {key: str(record.get(key, "")) for key in ("evidence", "name", "remedy")}
-            at = record.get("at")
-            at = float(at) if isinstance(at, int | float) and 0 < at < LATEST_TIME else None
+            at = record["at"] if is_time(record.get("at")) else None
             found.append(Finding(status=record["status"], at=at, **texts))
     return found
 

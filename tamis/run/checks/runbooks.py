@@ -18,6 +18,7 @@ from tamis.run.checks.findings import (
     has_failed,
     not_applicable,
     not_measured,
+    parse_findings,
     passed,
     print_findings,
     write_findings,
@@ -62,11 +63,16 @@ def phase_passed(number: int) -> Callable[[Evidence], Finding]:
             return not_applicable("phases are asked of runs on GPUs and of production")
         if not records:
             return not_measured(f"phase {number} was not run here (tamis launch --phases runs it)")
-        sentence = f"{records[-1]['verdict']} at {records[-1]['judged_at']} in {records[-1]['directory']}"
-        if not records[-1]["go"]:
+        last = records[-1]
+        sentence = f"{last['verdict']} at {last['judged_at']} in {last['directory']}"
+        if has_failed(parse_findings(last["findings"])):
             return failed(sentence)
-        done, wanted = _steps_of(records[-1]["directory"]), PHASES[number].steps
-        if done is None or (wanted is not None and done < wanted):
+        if not last["go"]:
+            return not_measured(sentence)
+        done, wanted = _steps_of(last["directory"]), PHASES[number].steps
+        if done is None:
+            return not_measured(f"its config.yaml is gone or cannot be read: {sentence}")
+        if wanted is not None and done < wanted:
             return not_measured(f"run with {done} steps only, {wanted} are required: {sentence}")
         return passed(f"{done} steps, {sentence}")
 
@@ -74,7 +80,7 @@ def phase_passed(number: int) -> Callable[[Evidence], Finding]:
 
 
 def _steps_of(directory: str) -> int | None:
-    """Number of steps a phase was launched with; None when its config is gone."""
+    """Number of steps a phase was launched with; None when its config cannot be read."""
     try:
         return load_config(RunDirectory(directory).config_yaml).train.steps
     except ConfigError:

@@ -15,7 +15,9 @@ PREFIX = "[tamis] "
 LIVE_VARIABLE = "TAMIS_LIVE"  # "1" for workers whose output ends on a terminal
 _CONTROL = [*range(9), *range(11, 32), *range(0x7F, 0xA0)]  # without tab and line feed
 _DIRECTION = [0x61C, 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *_DIRECTION)}
+_SURROGATES = range(0xD800, 0xE000)  # alone they cannot be encoded
+_ESCAPED = (*_CONTROL, *_DIRECTION, *_SURROGATES)
+_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _ESCAPED}
 REWRITE = "\r\x1b[K"  # back to the start of the line, and clear it
 
 
@@ -30,6 +32,11 @@ def printable(text: object) -> str:
 def printable_line(text: object) -> str:
     """The same in one line: line ends become spaces."""
     return printable(text).replace("\n", " ").replace("\t", " ")
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -47,6 +54,18 @@ def write(text: str, stream: TextIO | None = None) -> None:
             encoding = stream.encoding or "ascii"
             stream.write(text.encode(encoding, "replace").decode(encoding))
         stream.flush()
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null for standard streams that the caller closed (`>&-`).
+
+    Otherwise the next file that is opened takes the number of one, and output of children lands in it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  None where it was closed
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def discard_unwritable_output() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint_step(\d+)\.(pt|json)")
@@ -18,6 +19,15 @@ _HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 
 class DirectoryReplaced(RuntimeError):
     """The run directory was moved or deleted while a process used it. Not an OSError: no writer may ignore it."""
+
+
+def new_folder(path: Path) -> Path:
+    """Create a folder of this name; a number is added while the name is taken."""
+    for folder in (path, *(path.with_name(f"{path.name}_{number}") for number in range(2, 1000))):
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise FileExistsError(f"there is no free name like {path}")
 
 
 class RunDirectory:

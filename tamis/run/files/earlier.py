@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tamis.config import ConfigError
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.lock import RunLock, RunLocked
 
 
@@ -20,7 +20,7 @@ def set_aside_later(run: RunDirectory, step: int) -> Path | None:
     later = [found for found in run.checkpoint_traces() if found > step]
     if not later:
         return None
-    folder = _new_folder(run)
+    folder = new_folder(run.path / f"earlier_{time.strftime('%Y%m%d_%H%M%S')}")
     _move(run, RunDirectory(folder), later)
     for path in (run.training_csv, run.val_csv):
         if path.exists():
@@ -37,26 +37,21 @@ def restore_earlier(folder: Path) -> str:
     steps = earlier.checkpoints()
     if not folder.name.startswith("earlier_") or not steps:
         raise ConfigError(f"{folder} holds no checkpoints that were set aside: name a folder OUT/earlier_<time>")
-    for lock in map(RunLock, (run.launch_lock, run.lock, run.trainer_lock)):
-        if lock.is_held():
-            raise RunLocked(lock.refusal())
-    aside = set_aside_later(run, steps[0] - 1)
-    _move(earlier, run, steps)
-    for name in (run.training_csv.name, run.val_csv.name):
-        if (earlier.path / name).exists():
-            shutil.copy2(earlier.path / name, run.path / name)
+    with RunLock(run.launch_lock) as lock:
+        lock.acquire("restore", check=lambda: _require_idle(run))
+        aside = set_aside_later(run, steps[0] - 1)
+        _move(earlier, run, steps)
+        for name in (run.training_csv.name, run.val_csv.name):
+            if (earlier.path / name).exists():
+                shutil.copy2(earlier.path / name, run.path / name)
     moved = f"; those of {run.path.name} from step {steps[0]} on are now in {aside}" if aside else ""
     return f"{run.path} has its checkpoints up to step {steps[-1]} back{moved}. Launch again to resume from there"
 
 
-def _new_folder(run: RunDirectory) -> Path:
-    stamp = time.strftime("%Y%m%d_%H%M%S")
-    for suffix in ("", *(f"_{count}" for count in range(1, 1000))):
-        folder = run.path / f"earlier_{stamp}{suffix}"
-        if not folder.exists():
-            folder.mkdir()
-            return folder
-    raise FileExistsError(f"{run.path} has a thousand folders of this second")
+def _require_idle(run: RunDirectory) -> None:
+    for lock in map(RunLock, (run.lock, run.trainer_lock)):
+        if lock.is_held():
+            raise RunLocked(lock.refusal())
 
 
 def _move(source: RunDirectory, target: RunDirectory, steps: list[int]) -> None:

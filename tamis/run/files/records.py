@@ -44,7 +44,7 @@ def open_new(path: Path, mode: str = "wb") -> IO[bytes]:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
-    write_atomic(path, lambda file: file.write(text.encode()))
+    write_atomic(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def write_json_atomic(path: str | Path, value: Any) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
-from tamis.run.checks.findings import Finding, utc, write_findings
+from tamis.run.checks.findings import Finding, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.file_problems import file_problems
 from tamis.run.files.console import printable_line
@@ -30,7 +30,7 @@ from tamis.run.files.info import altered_files
 from tamis.run.files.lock import ProcessId
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.reading import read_text
-from tamis.run.files.records import write_text_atomic
+from tamis.run.files.records import utc, write_text_atomic
 from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
 from tamis.run.locate import existing_run
@@ -109,8 +109,8 @@ def collect(
     title = f"Success criteria, run of {evidence.span}"
     say(summary(every))
     write_findings(folder / "criteria", title, [_redacted_finding(f, redact) for f in every])
-    (folder / "report.html").write_text(report_page(evidence, results, redact), encoding="utf-8")
-    (folder / "README.txt").write_text(redact(_readme(evidence, summary(every), missing)), encoding="utf-8")
+    write_text_atomic(folder / "report.html", report_page(evidence, results, redact))
+    write_text_atomic(folder / "README.txt", redact(_readme(evidence, summary(every), missing)))
     write_sums(folder)
     return missing
 

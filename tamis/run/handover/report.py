@@ -17,12 +17,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tamis.run.checks.evidence import Evidence, read_evidence
-from tamis.run.checks.findings import Finding, parse_findings, utc, verdict
+from tamis.run.checks.findings import Finding, parse_findings, verdict
 from tamis.run.checks.runbooks import judge_runbooks
 from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
-from tamis.run.files.records import write_text_atomic
+from tamis.run.files.records import utc, write_text_atomic
 from tamis.run.handover import curves
 from tamis.run.handover.curves import Series, thinned
 from tamis.run.phases import read_go_no_go

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tamis.run.files.console import printable, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import read_info
-from tamis.run.files.reading import lines_after, open_to_read, read_last_lines
+from tamis.run.files.reading import lines_after, open_to_read, sample_lines
 from tamis.run.locate import existing_run, runs_in
 from tamis.run.monitor.command import UNHEALTHY
 from tamis.run.monitor.snapshot import read_snapshot
@@ -34,8 +36,17 @@ def _row(run: RunDirectory) -> tuple[str, str, str, str, str, str]:
     step = f"{snapshot.step:,}/{snapshot.steps:,}" if snapshot.steps else f"{snapshot.step:,}"
     loss = "-" if snapshot.loss is None else f"{snapshot.loss:.4f}"
     speed = "-" if snapshot.toks_per_s is None else f"{snapshot.toks_per_s:,.0f}"
-    size = sum(file.lstat().st_size for file in run.path.rglob("*") if not file.is_dir())
-    return snapshot.state, step, loss, speed, f"{size / 1e9:,.2f} GB", str(run.path)
+    return snapshot.state, step, loss, speed, f"{_size(run.path) / 1e9:,.2f} GB", str(run.path)
+
+
+def _size(path: Path) -> int:
+    """Bytes of all files under a folder; a running trainer may remove some of them meanwhile."""
+    size = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(folder, name)).st_size
+    return size
 
 
 def print_status(run_dir: str | Path) -> int:
@@ -50,21 +61,26 @@ def print_log(run_dir: str | Path, lines: int, follow: bool = False) -> None:
     """Print the last lines of a run's train.log, and with `follow` those that come until the run ends."""
     run = existing_run(run_dir)
     log = _log_of(run)
-    print(printable(b"\n".join(read_last_lines(log, MOST_LOG_BYTES, lines)).decode(errors="replace")), flush=True)
-    offset = log.stat().st_size if log.exists() else 0
+    offset = 0
+    with suppress(FileNotFoundError), open_to_read(log) as file:
+        _print_lines(sample_lines(file, 0, MOST_LOG_BYTES)[-lines:])
+        offset = file.tell()
     while follow:
         is_over = read_snapshot(run.path, gpus=[]).state in ENDED
-        with open_to_read(log) as file:
+        with suppress(FileNotFoundError), open_to_read(log) as file:
             new, offset = lines_after(file, offset, MOST_LOG_BYTES)
-        if new != [b""]:
-            print(printable(b"\n".join(new).decode(errors="replace")), flush=True)
+            _print_lines([] if new == [b""] else new)
         if is_over:
             return
         time.sleep(LOOK_EVERY_S)
 
 
+def _print_lines(lines: list[bytes]) -> None:
+    for line in lines:
+        print(printable(line.decode(errors="replace")), flush=True)
+
+
 def _log_of(run: RunDirectory) -> Path:
-    """OUT/train.log, or the log next to the launch's run.info, which `tamis run` writes."""
-    launch = read_info(run.run_info).get("run_dir")
-    elsewhere = Path(str(launch)) / "train.log"
-    return elsewhere if launch and elsewhere.is_file() and not run.train_log.exists() else run.train_log
+    """The newer of OUT/train.log and the log in the launch's own folder, where `tamis run` writes it."""
+    logs = [run.train_log, Path(str(read_info(run.run_info).get("run_dir", run.path))) / "train.log"]
+    return max((log for log in logs if log.is_file()), key=lambda log: log.stat().st_mtime, default=run.train_log)

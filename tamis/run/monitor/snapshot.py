@@ -17,7 +17,6 @@ from typing import Any
 from tamis.config import Config
 from tamis.config.size import parameter_count
 from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config
-from tamis.run.checks.findings import utc
 from tamis.run.eta import TokenProgress, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
@@ -25,6 +24,7 @@ from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.info import read_info
 from tamis.run.files.manifest import read_manifest
+from tamis.run.files.records import utc
 from tamis.run.locate import runs_near
 from tamis.run.monitor.alerts import Alert, find_alerts
 from tamis.run.monitor.growing import GrowingFiles

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tamis.run.checks.findings import utc
 from tamis.run.eta import duration_text
-from tamis.run.files.console import printable_line
+from tamis.run.files.console import counted, printable_line
 from tamis.run.files.hardware import Gpu
+from tamis.run.files.records import utc
 from tamis.run.monitor.ranks import RankView
 from tamis.run.monitor.snapshot import GateView, Snapshot
 
@@ -39,7 +39,8 @@ def status_lines(snapshot: Snapshot) -> list[str]:
     lines = [f"{snapshot.state.upper()}  {snapshot.headline}", where]
     if snapshot.model:
         count = f"{snapshot.parameters / 1e6:.1f}M parameters" if snapshot.parameters else "size unknown"
-        lines.append(f"{snapshot.model}, {count}, {snapshot.dataset}, {snapshot.processes or '?'} process(es)")
+        processes = counted(snapshot.processes, "process") if snapshot.processes else "processes unknown"
+        lines.append(f"{snapshot.model}, {count}, {snapshot.dataset}, {processes}")
     if snapshot.steps:
         lines.append(progress_line(snapshot))
     if snapshot.loss is not None:

@@ -115,7 +115,8 @@ def _gates_never_learned(history: RunHistory, limits: Limits) -> Alarm | None:
     now = next((beat for beat in reversed(history.logged) if beat.gate_shares is not None), None)
     if first is None or now is None or now.step - first.step < GATES_LEARN_WITHIN_STEPS:
         return None
-    moved = max(abs(a - b) for a, b in zip(_gate_numbers(first), _gate_numbers(now), strict=False))
+    changes = [abs(a - b) for a, b in zip(_gate_numbers(first), _gate_numbers(now), strict=False)]
+    moved = max(changes, default=math.inf)  # no numbers: nothing shows that the gates stand still
     if moved >= GATES_MOVED:
         return None
     reason = f"no gate of any layer has moved by more than {moved:.1e} in {now.step - first.step} steps"

@@ -16,7 +16,7 @@ from typing import Any
 
 from tamis.config import Config
 from tamis.run.file_problems import file_problems
-from tamis.run.files.console import say
+from tamis.run.files.console import counted, say
 from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
@@ -25,6 +25,7 @@ from tamis.run.files.identity import record_changes, require_same_run
 from tamis.run.files.info import read_info
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint, remove_scratch
+from tamis.run.files.reading import open_to_append
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.checkpoint_check import FirstCheckpointCheck
@@ -47,6 +48,7 @@ class LaunchOptions:
     grace: Grace = field(default_factory=Grace)
     look_every_s: float = 1.0
     command: CommandFor = trainer_command  # config.yaml, processes, checkpoint or None → command line
+    started: float = field(default_factory=time.time)  # of the launch; a .HALT from before it is stale
 
 
 def supervise(
@@ -102,7 +104,6 @@ class Supervisor:
         self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
-        self.started = time.time()
 
     def run_to_its_end(self) -> int:
         with self._signals_handled():
@@ -113,7 +114,7 @@ class Supervisor:
                 self.checkpoint_check.close()
 
     def _prepare(self) -> None:
-        if stale := HaltFile(self.run.halt).discard_stale(self.started):
+        if stale := HaltFile(self.run.halt).discard_stale(self.options.started):
             self.events.record("stale_halt", stale)
         for problem in file_problems(self.run):
             self.events.record("unreadable_file", problem)
@@ -151,7 +152,7 @@ class Supervisor:
         workers = WorkerProcesses(command, self.log, self.screen)
         self.events.record(
             "start",
-            f"{self.processes} worker(s) {since}",
+            f"{counted(self.processes, 'worker')} {since}",
             command=command,
             pid=workers.process.pid,
             watch=self.options.watch,
@@ -297,8 +298,8 @@ class Supervisor:
     def _say(self, message: str) -> None:
         self.screen.say(message)
         if self.run.is_still_held():
-            with suppress(OSError), open(self.log, "a", encoding="utf-8") as file:
-                file.write(message + "\n")
+            with suppress(OSError), open_to_append(self.log) as file:
+                file.write(message.encode() + b"\n")
 
 
 def _with_estimate(limits: Limits, run: RunDirectory) -> Limits:

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from tamis.run.files.console import LIVE_VARIABLE, LogFilter
 from tamis.run.files.lock import ProcessId
+from tamis.run.files.reading import open_to_append
 from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE
 
 FOUND_BY = "scripts/train_showcase.py"  # operators stop and inspect runs with pkill -f and pgrep -f of this name
@@ -102,7 +104,8 @@ class WorkerProcesses:
             **_screen_variables(),
         }
         reader, writer = os.pipe()
-        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        with contextlib.suppress(OSError):  # a user who has many large pipes gets a small one
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -138,10 +141,18 @@ class WorkerProcesses:
             return []
 
 
+def _open_log(path: Path) -> IO[bytes]:
+    """The log, or /dev/null where a folder, a FIFO or the permissions are in the way."""
+    try:
+        return open_to_append(path)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
+
+
 def _stream(source: int, log: Path, screen: Screen) -> None:
     """Copy the workers' output until the pipe closes; the pipe is emptied even if terminal and log fail."""
     log_filter = LogFilter()
-    with os.fdopen(source, "rb", buffering=0) as pipe, open(log, "ab", buffering=0) as file:
+    with os.fdopen(source, "rb", buffering=0) as pipe, _open_log(log) as file:
         while data := pipe.read(1 << 16):
             screen.write(data)
             with contextlib.suppress(OSError):  # a full disk costs the log, not the run

@@ -1,7 +1,7 @@
 """Criteria pass only on measurements, fail on a breach, and are not measured when the files show nothing."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -175,6 +175,8 @@ def test_gates_that_stay_at_three_equal_parts_have_not_learned(healthy):
     assert gates.gates_have_learned(replace(healthy, beats={0: moving})).status == "pass"
     assert gates.gates_have_learned(replace(healthy, beats={0: frozen})).status == "fail"
     assert gates.gates_have_learned(healthy).status == "not measured"
+    fewer_layers = [moving[0], replace(moving[1], gate_shares=moving[1].gate_shares[:1])]  # of a damaged file
+    assert gates.gates_have_learned(replace(healthy, beats={0: fewer_layers})).status == "pass"
 
 
 @pytest.mark.parametrize(("distinct", "status"), [(0.8, "pass"), (0.01, "fail")])
@@ -340,3 +342,16 @@ def test_reading_a_run_changes_nothing_in_it(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     judge_runbooks(read_evidence(RunDirectory(run.path)))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [(("pass", "not measured"), "not measured"), (("pass", "fail"), "fail")]
+)
+def test_a_phase_with_a_line_that_was_not_measured_has_not_failed(tmp_path, statuses, expected):
+    run = fabricate(tmp_path, steps=40)
+    findings = [Finding(status, "evidence", name="line") for status in statuses]
+    texts = {"title": "t", "directory": str(tmp_path), "judged_at": "now", "key": "k", "verdict": verdict(findings)}
+    record = {"phase": 1, "go": is_go(findings), "findings": [asdict(finding) for finding in findings], **texts}
+    (run.path / "go_no_go.json").write_text(json.dumps({"phases": [record]}))
+    production = judge_runbooks(read_evidence(run))["Production (runbook 2)"]
+    assert next(f.status for f in production if f.name.startswith("phase 1")) == expected

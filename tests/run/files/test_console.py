@@ -3,10 +3,11 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tamis.run.files.console import REWRITE, LogFilter, say
+from tamis.run.files.console import REWRITE, LogFilter, counted, printable, say
 
 SCREEN = f"loading\n{REWRITE}step 1{REWRITE}step 2{REWRITE}step 3\n{REWRITE}step 4\nsaved\npartial".encode()
 LOG = b"loading\nstep 3\nstep 4\nsaved\npartial"
@@ -15,6 +16,20 @@ import sys
 from tamis.run.files.console import discard_unwritable_output, say
 say("first")
 say("second")
+discard_unwritable_output()
+sys.exit(3)
+"""
+
+CLOSED = """
+import subprocess, sys
+from tamis.run.files.console import discard_unwritable_output, open_closed_streams, say
+open_closed_streams()
+with open(sys.argv[1], "w") as file:
+    file.write("mine")
+    file.flush()
+    say("lost")
+    print("lost", file=sys.stderr)
+    subprocess.run(["echo", "lost"], check=True)
 discard_unwritable_output()
 sys.exit(3)
 """
@@ -47,3 +62,17 @@ def test_rewritten_lines_are_left_out_wherever_the_output_is_cut(size: int) -> N
 
 def test_an_ordinary_line_reaches_the_log_before_it_ends() -> None:
     assert LogFilter().feed(b"opening the data") == b"opening the data"
+
+
+def test_output_to_closed_streams_never_lands_in_a_file_that_is_opened_later(tmp_path: Path) -> None:
+    closing = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", CLOSED, str(tmp_path / "file")]
+    assert subprocess.run(closing).returncode == 3
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_half_a_character_is_shown_as_an_escape() -> None:
+    assert printable("\ud800 ü") == "\\ud800 ü"
+
+
+def test_a_count_has_the_plural_where_it_needs_one() -> None:
+    assert [counted(1, "process"), counted(2, "process"), counted(0, "log")] == ["1 process", "2 processes", "0 logs"]

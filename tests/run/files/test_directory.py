@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import RunDirectory, new_folder
 
 
 def test_nothing_is_created_by_naming_files(tmp_path: Path) -> None:
@@ -40,3 +40,9 @@ def test_heartbeats_are_found_by_rank_in_numeric_order(tmp_path: Path) -> None:
         run.heartbeat(rank).touch()
     (tmp_path / "heartbeat_rank0.jsonl.1").touch()
     assert list(run.heartbeats()) == [0, 2, 10]
+
+
+def test_two_folders_of_the_same_second_get_different_names(tmp_path: Path) -> None:
+    folders = [new_folder(tmp_path / "logs" / "m7c_20261116_021500") for _ in range(3)]
+    assert [folder.name[19:] for folder in folders] == ["", "_2", "_3"]
+    assert all(folder.is_dir() for folder in folders)

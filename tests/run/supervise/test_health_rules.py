@@ -68,6 +68,10 @@ def test_gates_that_stay_where_they_began_never_learned_even_at_full_entropy() -
     assert run.kinds("halt") == {"gates_never_learn"}
 
 
+def test_gates_without_numbers_raise_no_alarm() -> None:
+    assert run_of(1100, gate_shares=lambda step: [], gate_entropy=lambda step: None).kinds("halt") == set()
+
+
 def test_gates_that_moved_in_one_layer_have_learned() -> None:
     shares = [[1 / 3, 1 / 3, 1 / 3], [0.5, 0.25, 0.25]]
     run = run_of(1500, gate_shares=lambda step: EQUAL if step < 500 else shares, gate_entropy=lambda step: [1.0] * 2)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: P
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
 
 
+@pytest.mark.parametrize("in_the_way", [Path.mkdir, os.mkfifo])
+def test_workers_end_even_if_their_log_cannot_be_written(tmp_path: Path, in_the_way) -> None:
+    in_the_way(tmp_path / "log")
+    script = "import sys; sys.stdout.write('x' * (3 << 20)); sys.exit(7)"  # more than the pipe holds
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
+    assert workers.process.wait(60) == 7
+    workers.close()
+
+
 def test_killing_workers_also_kills_every_process_they_started(tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
     workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
@@ -74,6 +84,14 @@ def test_a_command_that_cannot_start_ends_with_its_reason(tmp_path: Path) -> Non
     code = supervise(config, options=LaunchOptions(command=lambda *_: [sys.executable, "-c", "raise SystemExit(2)"]))
     assert code == 2
     assert [event["event"] for event in read_events(RunDirectory(tmp_path / "out"))] == ["start", "end"]
+
+
+def test_a_halt_since_the_launch_began_is_not_stale(tmp_path: Path) -> None:
+    config, run = tiny_config(tmp_path / "out"), RunDirectory(tmp_path / "out").create()
+    run.halt.touch()
+    options = LaunchOptions(command=lambda *_: [sys.executable, "-c", "raise SystemExit(3)"], started=time.time() - 60)
+    assert supervise(config, options=options) == 3
+    assert "stale_halt" not in [event["event"] for event in read_events(run)]
 
 
 def test_events_hold_the_reason_and_the_evidence_and_survive_a_cut(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def gates_have_learned(evidence: Evidence) -> Finding:
     if last.step - first.step < GATES_LEARN_WITHIN_STEPS - 1:
         return not_measured(f"gates over {last.step - first.step} steps, {GATES_LEARN_WITHIN_STEPS} needed")
     before, after = ([share for layer in beat.gate_shares or [] for share in layer] for beat in (first, last))
-    moved = max(abs(a - b) for a, b in zip(before, after, strict=True))
+    moved = max(abs(a - b) for a, b in zip(before, after, strict=False))
     return pass_if(
         moved >= GATES_MOVED,
         f"largest change of a share {moved:.4f} from step {first.step} to {last.step}, at least {GATES_MOVED}",

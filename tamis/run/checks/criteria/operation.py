@@ -8,13 +8,13 @@ from typing import Any
 
 from tamis.config import Config
 from tamis.run.checks.evidence import Evidence
-from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed, utc
+from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed
+from tamis.run.files.console import counted
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import RunLock
 from tamis.run.files.reading import read_last_lines
-from tamis.run.limits import (
-    PILOT_HOURS,
-)
+from tamis.run.files.records import utc
+from tamis.run.limits import PILOT_HOURS
 
 MOST_LOG_BYTES = 256 << 20
 ERRORS_IN_LOG = re.compile(
@@ -60,7 +60,7 @@ def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
             if match := ERRORS_IN_LOG.search(line):
                 around = line[max(0, match.start() - 60) : match.end() + 100]
                 return failed(f"{path.parent.name}/{path.name}: {around.decode(errors='replace').strip()}")
-    return passed(f"none in {count} lines of {len(evidence.logs)} log(s)")
+    return passed(f"none in {count} lines of {counted(len(evidence.logs), 'log')}")
 
 
 def logs_are_on(evidence: Evidence) -> Finding:
