@@ -1,7 +1,7 @@
 """What attention refuses: tensors that do not fit together. Each message names the tensor and what was expected.
 
-Nothing here asks a GPU for a value, and so makes the host wait, but `check_ids`. The functions of the branches take
-`trusted=True` from a caller that has checked its inputs already: an op that runs for every layer pays for it once.
+Nothing here asks a GPU for a value, and so makes the host wait, except the checks of block ids. The functions of the
+branches take `trusted=True` from a caller that has checked its inputs: an op that runs in every layer pays for it once.
 """
 
 from __future__ import annotations
@@ -155,6 +155,12 @@ def check_ids(ids: Tensor, q: Tensor, groups: int, blocks: int, spec: NSASpec, n
     before, after = ids[..., :-1], ids[..., 1:]
     if bool(((after >= 0) & ((after <= before) | (before < 0))).any()):
         raise ValueError(f"{name} must be ascending, each block once, and -1 in unused slots after them")
+
+
+def check_no_later_blocks(ids: Tensor, positions_S: Tensor, spec: NSASpec, name: str) -> None:
+    """No query may be given a block after its own; blocks and positions count from its document's first token."""
+    if bool((ids > (positions_S // spec.l_sel)[:, None, None]).any()):
+        raise ValueError(f"{name} must name no block after the query's own, counted from its document's first block")
 
 
 def check_caches(q: Tensor, batch: int, **caches: tuple[Tensor, int, int | None]) -> int:

@@ -20,10 +20,11 @@ from tamis.attention.checks import (
     check_ids,
     check_inputs,
     check_layout,
+    check_no_later_blocks,
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
-from tamis.attention.packing import PackedRow, compressed_layout
+from tamis.attention.packing import PackedRow, compressed_layout, positions_in_documents
 from tamis.attention.spec import NSASpec
 
 Backend = Literal["auto", "reference", "triton"]
@@ -66,7 +67,7 @@ def nsa_attention(
             and `v_cmp`; their unused slots may hold any finite number.
         scale: of the scores, by default `D ** -0.5`.
         block_ids: the blocks to attend to, `[B,S,G,n_sel]` int32 as `select_blocks` returns them; by default they are
-            chosen by score. They are checked, and the host waits for them.
+            chosen by score. None may come after the query's own block. They are checked, and the host waits for them.
         return_lse: also return the log-sum-exps.
         max_seqlen: a bound on the tokens of a packed document, by default S. Kernels size their work by it, so a tight
             one is faster; it must hold.
@@ -78,7 +79,7 @@ def nsa_attention(
     check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
     offsets = _offsets(cu_seqlens, q)
     if block_ids is not None:
-        check_ids(block_ids, q, k_sel.shape[2], spec.selection_blocks(q.shape[1]), spec, "block_ids")
+        _check_block_ids(block_ids, q, k_sel.shape[2], spec, offsets)
     inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if not _use_kernels(q, backend, k_sel.shape[2]):
         lse: list[Tensor] | None = [] if return_lse else None
@@ -119,6 +120,8 @@ def nsa(
         `[B,S,H,D]` in the dtype of `q`.
     """
     check_layout(q, k, v, gates)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
     layout = None if cu_seqlens is None else compressed_layout(cu_seqlens, q.shape[1], spec)
     compress = MeanCompression(spec)
     k_cmp, v_cmp = compress(k, layout), compress(v, layout)
@@ -148,6 +151,14 @@ def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:
     if isinstance(cu_seqlens, PackedRow) and cu_seqlens.tokens != q.shape[1]:
         raise ValueError(f"cu_seqlens was made for a row of {cu_seqlens.tokens} tokens, q has {q.shape[1]}")
     return offsets
+
+
+def _check_block_ids(block_ids: Tensor, q: Tensor, groups: int, spec: NSASpec, offsets: Tensor | None) -> None:
+    tokens = q.shape[1]
+    check_ids(block_ids, q, groups, spec.selection_blocks(tokens), spec, "block_ids")
+    row = torch.arange(tokens, device=q.device)
+    positions = row if offsets is None else positions_in_documents(offsets, tokens)
+    check_no_later_blocks(block_ids, positions, spec, "block_ids")
 
 
 def _packed(
@@ -184,10 +195,10 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int, hea
     return None if dtype == torch.float32 else f"Triton's interpreter is right in float32 alone, not in {_name(dtype)}"
 
 
-def describe(device: torch.device | str, dtype: torch.dtype, dim: int) -> str:
+def describe(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per_group: int = 1) -> str:
     """Return one line: what computes attention for such tensors, and why."""
     device = torch.device(device)
-    reason = why_no_kernels(device, dtype, dim)
+    reason = why_no_kernels(device, dtype, dim, heads_per_group)
     if reason:
         return f"attention: reference in plain PyTorch, because {reason}"
     if device.type == "cpu":

@@ -45,9 +45,9 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 def split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
-    """Cut C heads into parts of `sizes` heads, for tokens at positions 0 … S−1.
+    """Cut C heads into parts of `sizes` heads, and rotate those marked in `rotated`.
 
-    Parts marked in `rotated` are rotated by the tables `[length, D/2]`.
+    Token `s` is rotated by row `s` of the tables `[S or more, D/2]`.
     """
     if merged_BSCD.is_cuda:
         return _split_heads(merged_BSCD, cos, sin, sizes, rotated)

@@ -26,6 +26,7 @@ TILE = 29  # queries of a tile over the caches
 MANY = 36  # sequences: their decode kernels have tiles of their own
 LONG = 5  # times n_sel blocks: here the selected branch no longer takes the form of short sequences alone
 CASES = ("compressed", "selected", "window", "whole")
+WHOLE = 3
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 BRANCH_OF = {"k_cmp": 0, "v_cmp": 0, "k_sel": 1, "v_sel": 1, "k_win": 2, "v_win": 2}
 
@@ -63,9 +64,27 @@ def verify(
     checks = []
     for branch, case in enumerate(CASES):
         one_branch = torch.eye(4, 3, dtype=dtype, device=device)[branch].expand_as(inputs[-1])
-        gates = inputs[-1] if case == "whole" else one_branch
+        gates = inputs[-1] if branch == WHOLE else one_branch
         checks += _agreement(case, branch, [*inputs[:-1], gates], spec, backend)
     return [*checks, *(check(inputs, spec, backend) for check in (_selection, _repeats, _causality))]
+
+
+def verify_packed(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    dim: int,
+    spec: NSASpec,
+    backend: attention.Backend = "auto",
+    tokens: int | None = None,
+) -> list[Check]:
+    """Compare `backend` with the reference on a row of packed documents; the last one is empty."""
+    tokens = tokens or odd_length(spec)
+    inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens)
+    ends = (0, 1, tokens // 8, tokens // 2, tokens, tokens)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    return _agreement("packed", WHOLE, inputs, spec, backend, cu_seqlens=offsets)
 
 
 def odd_length(spec: NSASpec) -> int:
@@ -114,26 +133,33 @@ def relative_rmse(measured: Tensor, expected: Tensor) -> float:
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
-def _agreement(case: str, branch: int, inputs: list[Tensor], spec: NSASpec, backend: attention.Backend) -> list[Check]:
+def _agreement(
+    case: str,
+    branch: int,
+    inputs: list[Tensor],
+    spec: NSASpec,
+    backend: attention.Backend,
+    cu_seqlens: Tensor | None = None,
+) -> list[Check]:
     generator = torch.Generator().manual_seed(1 + branch)
     dout = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
 
     # The reference takes the same rounded inputs, but in float32: its gradients are not rounded to half precision.
-    expected = _out_and_gradients(_reference(spec), [x.float() for x in inputs], dout.float())
-    measured = _out_and_gradients(_kernels(spec, backend), inputs, dout)
+    expected = _out_and_gradients(_reference(spec, cu_seqlens), [x.float() for x in inputs], dout.float())
+    measured = _out_and_gradients(_kernels(spec, backend, cu_seqlens), inputs, dout)
     return [
         Check(f"{case} {name}", relative_rmse(got, want), LIMIT[inputs[0].dtype])
         for name, got, want in zip(("out", *(f"d{x}" for x in INPUTS)), measured, expected, strict=True)
-        if case == "whole" or BRANCH_OF.get(name[1:], branch) == branch
+        if branch == WHOLE or BRANCH_OF.get(name[1:], branch) == branch
     ]
 
 
-def _kernels(spec: NSASpec, backend: attention.Backend) -> Callable[..., Tensor]:
-    return partial(attention.nsa_attention, spec=spec, backend=backend)
+def _kernels(spec: NSASpec, backend: attention.Backend, cu_seqlens: Tensor | None = None) -> Callable[..., Tensor]:
+    return partial(attention.nsa_attention, spec=spec, backend=backend, cu_seqlens=cu_seqlens)
 
 
-def _reference(spec: NSASpec) -> Callable[..., Tensor]:
-    return partial(reference.nsa_attention, spec=spec)
+def _reference(spec: NSASpec, cu_seqlens: Tensor | None) -> Callable[..., Tensor]:
+    return partial(reference.nsa_attention, spec=spec, cu_seqlens=cu_seqlens)
 
 
 def _out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:

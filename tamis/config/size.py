@@ -73,7 +73,10 @@ def _phi_parameters(config: Config) -> int:
 
 
 def flops_per_token(config: Config, training: bool = True) -> float:
-    """Mean over the positions of a sequence of `train.seq_len` tokens; masked keys and padding are not counted."""
+    """Mean over the positions of a sequence of `train.seq_len` tokens; masked keys and padding are not counted.
+
+    Packed documents count as one sequence, so the FLOPs that they need are fewer.
+    """
     model, kinds = config.model, config.layer_kinds
     costs = {kind: _attention_flops(config, kind) for kind in set(kinds)}
     matrices = model.n_layers * 3 * model.dim * model.d_ff + config.vocab_size * model.dim

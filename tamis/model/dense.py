@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
+import inspect
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class DenseAttention(nn.Module):
 
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if cu_seqlens is not None:
-            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens)
+            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.rotary.cos.shape[0])
         return causal_attention(q_BSHD, k_BSGD, v_BSGD)
 
     def layer_cache(self, batch: int, max_len: int) -> DenseCache:
@@ -105,24 +106,45 @@ def causal_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def packed_attention(
-    q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, window: int | None = None
-) -> Tensor:
-    """Return causal attention `[1,S,H,D]` inside each document; with `window`, over the newest keys alone."""
-    tokens = q_1SHD.shape[1]
-    k, v = (x.repeat_interleave(q_1SHD.shape[2] // x.shape[2], dim=2) for x in (k_1SGD, v_1SGD))
-    if q_1SHD.is_cuda and q_1SHD.element_size() == 2:
-        from torch.nn.attention.varlen import varlen_attn  # here, because it loads slowly
-
-        reach = (-1 if window is None else window - 1, 0)
-        q, k, v = (x[0] for x in (q_1SHD, k, v))
-        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, tokens, tokens, window_size=reach)
-        return cast(Tensor, out)[None]
-    document = document_of_tokens(cu_seqlens, tokens)
-    distance = torch.arange(tokens, device=document.device)[:, None] - torch.arange(tokens, device=document.device)
-    visible = (document[:, None] == document) & (distance >= 0) & (distance < (window or tokens))
-    q, k, v = (x.transpose(1, 2) for x in (q_1SHD, k, v))
+def packed_attention(q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Return causal attention `[1,S,H,D]` inside each document; none has more than `max_seqlen` tokens."""
+    if takes_packed_rows(q_1SHD):
+        return flash_packed_attention(q_1SHD, k_1SGD, v_1SGD, cu_seqlens, max_seqlen)
+    document = document_of_tokens(cu_seqlens, q_1SHD.shape[1])
+    visible = (document[:, None] == document).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q_1SHD, *_for_every_head(q_1SHD, k_1SGD, v_1SGD)))
     return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
+
+
+def flash_packed_attention(
+    q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int = 0
+) -> Tensor:
+    """Return the same by flash attention; with `window`, each token sees so many, its own included."""
+    from torch.nn.attention.varlen import varlen_attn  # here, because it loads slowly
+
+    q, k, v = (x[0] for x in (q_1SHD, *_for_every_head(q_1SHD, k_1SGD, v_1SGD)))
+    longest = min(len(q), max_seqlen)  # programs are started for so many tokens of every document
+    causal: dict[str, Any] = {"window_size": (window - 1, 0)} if _varlen_takes_windows() else {"is_causal": True}
+    return cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal))[None]
+
+
+def takes_packed_rows(q: Tensor, window: bool = False) -> bool:
+    """Return whether flash attention takes packed rows of such queries; in PyTorch 2.10 it takes no window."""
+    fits = q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and (not window or _varlen_takes_windows())
+
+
+@torch.compiler.assume_constant_result
+def _varlen_takes_windows() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _for_every_head(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of each query head."""
+    heads_per_group = q_BSHD.shape[2] // k_BSGD.shape[2]
+    return k_BSGD.repeat_interleave(heads_per_group, dim=2), v_BSGD.repeat_interleave(heads_per_group, dim=2)
 
 
 def takes_groups(q: Tensor) -> bool:

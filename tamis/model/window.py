@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.cache import Ring
+from tamis.attention.packing import document_of_tokens
 from tamis.attention.rotary import Rotary
 from tamis.config import Config
-from tamis.model.dense import DenseAttention, causal_attention, packed_attention
+from tamis.model.dense import DenseAttention, causal_attention, flash_packed_attention, takes_packed_rows
 
 
 class WindowCache:
@@ -37,9 +38,9 @@ class WindowAttention(DenseAttention):
         self.window = config.nsa.w
 
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        if cu_seqlens is not None:
-            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.window)
-        return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window)
+        if cu_seqlens is not None and takes_packed_rows(q_BSHD, window=True):
+            return flash_packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.rotary.cos.shape[0], self.window)
+        return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, cu_seqlens)
 
     def layer_cache(self, batch: int, max_len: int) -> WindowCache:  # type: ignore[override]
         weight, slots = self.project.weight, min(self.window, max_len)
@@ -64,14 +65,22 @@ class WindowAttention(DenseAttention):
         return self.out(out.flatten(1))
 
 
-def chunked_window_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, window: int) -> Tensor:
+def chunked_window_attention(
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, window: int, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Return causal attention `[B,S,H,D]` of every query over the newest `window` keys, its own included.
 
     Later tokens are cut into chunks of `window` queries, which see their own chunk of keys and the one before: the cost
-    grows with S, and one small mask serves all chunks.
+    grows with S. One small mask serves all chunks, or one each where `cu_seqlens` packs documents (B = 1).
     """
     batch, tokens = q_BSHD.shape[:2]
-    first = causal_attention(*(x[:, :window] for x in (q_BSHD, k_BSGD, v_BSGD)))
+    document = None if cu_seqlens is None else document_of_tokens(cu_seqlens, tokens)
+    q, k, v = (x[:, :window] for x in (q_BSHD, k_BSGD, v_BSGD))
+    if document is None:
+        first = causal_attention(q, k, v)
+    else:
+        visible = (document[:window, None] == document[:window]).tril()
+        first = _masked_attention(q, torch.stack((k, v), dim=2), visible)
     if tokens <= window:
         return first
     chunks = -(-tokens // window) - 1
@@ -83,6 +92,10 @@ def chunked_window_attention(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, win
     )
     distance = torch.arange(window, device=q.device)[:, None] + window - torch.arange(2 * window, device=q.device)
     visible = (distance >= 0) & (distance < window)
+    if document is not None:
+        of_chunks = F.pad(document, (0, padding), value=-1).unflatten(0, (chunks + 1, window))
+        of_keys = torch.cat((of_chunks[:-1], of_chunks[1:]), dim=1)
+        visible = (visible & (of_chunks[1:, :, None] == of_keys[:, None])).unsqueeze(1)  # [chunks, 1, queries, keys]
     rest = _masked_attention(q, torch.cat((before, own), dim=2).flatten(0, 1), visible)
     return torch.cat((first, rest.reshape(batch, chunks * window, *q.shape[2:])[:, : tokens - window]), dim=1)
 

@@ -213,7 +213,8 @@ def _announce(trainer: Trainer) -> None:
         f"{train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
     )
-    say(describe(ranks.device, DTYPES[config.runtime.precision], model.d_k))
+    heads_per_group = model.n_heads // model.n_kv_groups
+    say(describe(ranks.device, DTYPES[config.runtime.precision], model.d_k, heads_per_group))
     for line in [*apply_settings(config, ranks.device), *settings_without_effect(config, ranks)]:
         say(line)
 

@@ -76,7 +76,7 @@ class TrainStep:
         micro_batches = self._no_tokens() if tokens_ABS1 is None else tokens_ABS1
         offsets = self._offsets(micro_batches, offsets_AN)
         losses, gates = [], []
-        for index, inputs in enumerate(zip(self._to_device(micro_batches), offsets, strict=True)):
+        for index, inputs in enumerate(zip(self._to_device(micro_batches).long(), offsets, strict=True)):
             with synchronised_only_if(index + 1 == len(micro_batches), self.model):
                 graph = self._graph
                 loss, of_gates = self._forward_backward(*inputs) if graph is None else graph(*inputs, index == 0)
@@ -101,8 +101,11 @@ class TrainStep:
         return total / count if count else None
 
     def selection_statistics(self, tokens_ABS1: np.ndarray) -> Tensor:
-        """Measure which blocks each NSA layer selects in the first sequence of a batch, `[layers, 3]`."""
-        tokens_1S = self._to_device(tokens_ABS1[0, :1, :-1].copy())
+        """Measure which blocks each NSA layer selects in the first sequence of a batch, `[layers, 3]`.
+
+        The sequence is read as one document, also where training packs documents.
+        """
+        tokens_1S = self._to_device(tokens_ABS1[0, :1, :-1].copy()).long()
         with autocast(self.config, self.device):
             return selection_statistics(self.decoder, tokens_1S)
 
@@ -126,7 +129,7 @@ class TrainStep:
             return [None] * len(tokens_ABS1)
         if offsets_AN is None:
             offsets_AN = np.stack([document_offsets(rows, self.config.vocab_size - 1) for rows in tokens_ABS1])
-        return list(torch.from_numpy(offsets_AN).to(self.device, non_blocking=True))
+        return list(self._to_device(offsets_AN))
 
     def _forward_backward(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> Outputs:
         began = None if self._graph else timestamp(self.device)  # a replayed graph cannot be timed inside
@@ -138,11 +141,11 @@ class TrainStep:
             self.optimizer.backward(loss / self.config.train.accumulate_grad_batches)
         return loss.detach(), gates
 
-    def _to_device(self, tokens_ABS1: np.ndarray) -> Tensor:
-        tokens = torch.from_numpy(tokens_ABS1)
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
-        return tokens.to(self.device, non_blocking=True).long()
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
 class GraphedMicroBatch:

@@ -148,6 +148,11 @@ def test_given_blocks_replace_the_choice_and_log_sum_exps_come_along(lengths: li
     assert relative_rmse(expected[:, -5:], chosen[:, -5:]) > 0.01
     with pytest.raises(ValueError, match="block_ids must be ascending, each block once"):
         nsa_attention(*inputs, SPEC, block_ids=ids.flip(-1), cu_seqlens=cu_seqlens)
+    later = ids.clone()
+    later[:, lengths[0] - 1, :, 0], later[:, lengths[0] - 1, :, 1:] = -(-lengths[0] // SPEC.l_sel), -1
+    if cu_seqlens is not None:  # the row has such a block, and it belongs to the next document
+        with pytest.raises(ValueError, match="block_ids must name no block after the query's own"):
+            nsa_attention(*inputs, SPEC, block_ids=later, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="replaces the interpreter's launches")

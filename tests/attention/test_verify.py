@@ -8,7 +8,7 @@ import torch
 
 from tests.attention.devices import DEVICE  # isort: skip
 from tamis.attention import NSASpec, op, reference
-from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify
+from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify, verify_packed
 
 module = importlib.import_module("tamis.attention.verify")  # tamis.attention.verify is the function of this name
 SMALL = NSASpec(l=4, d=2, l_sel=4, n_sel=4, w=6)
@@ -22,7 +22,7 @@ def failures(backend="triton", tokens=None):
 def plant(monkeypatch, wrong):
     """Put `wrong(branches, inputs)`, which may spoil the three outputs, in the place of the kernels."""
 
-    def nsa_attention(*inputs, spec, backend):
+    def nsa_attention(*inputs, spec, backend, cu_seqlens=None):
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         ids = reference.select_blocks(q, k_cmp, spec)
         branches = [
@@ -40,6 +40,16 @@ def test_right_kernels_pass_every_check():
     assert not failed
     assert {"compressed dk_cmp", "selected dv_sel", "window dq", "whole dgates", "selection loss"} <= names
     assert {"repeat difference", "causality difference"} <= names
+
+
+def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(monkeypatch):
+    shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 27)
+    checks = verify_packed(*shape)
+    assert [check.name for check in checks[:3]] == ["packed out", "packed dq", "packed dk_cmp"] and len(checks) == 9
+    assert all(check.passed for check in checks)
+    right = op.window_forward
+    monkeypatch.setattr(op, "window_forward", lambda *arguments: right(*arguments[:7], None, arguments[8]))
+    assert "packed out" in {check.name for check in verify_packed(*shape) if not check.passed}
 
 
 def test_a_wrong_kernel_is_caught_in_its_branch_and_in_the_whole(monkeypatch):

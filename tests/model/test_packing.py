@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tamis.model import dense
 from tests.model.tiny import random_tokens, tiny_model
 
 KINDS = ["nsa.layers=nsa", "nsa.phi=avg", "nsa.layers=window", "model.attention=dense", "nsa.layers=[window, nsa]"]
@@ -34,6 +35,29 @@ def test_a_packed_row_equals_its_documents_one_by_one(lengths: list[int], paddin
     )
     torch.testing.assert_close(packed[0], alone[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(packed[1], alone[1], rtol=1e-2, atol=1e-2)
+
+
+def test_flash_attention_is_asked_to_be_causal_in_the_words_of_old_and_new_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn.attention import varlen
+
+    asked = []
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):  # type: ignore[no-untyped-def]
+        asked.append((key.shape, max_q, is_causal))
+        return query
+
+    def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        asked.append((key.shape, max_q, window_size))
+        return query
+
+    q, k, v = (torch.zeros(1, 30, heads, 8) for heads in (4, 2, 2))
+    for function in (old, new):
+        monkeypatch.setattr(varlen, "varlen_attn", function)
+        assert dense.flash_packed_attention(q, k, v, offsets([10, 20]), 20).shape == q.shape
+    dense.flash_packed_attention(q, k, v, offsets([10, 20]), 64, window=5)
+    assert asked == [((30, 4, 8), 20, True), ((30, 4, 8), 20, (-1, 0)), ((30, 4, 8), 30, (4, 0))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

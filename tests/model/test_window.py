@@ -9,15 +9,22 @@ from tamis.model.window import chunked_window_attention
 from tests.model.tiny import random_tokens, tiny_config, tiny_model
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("tokens", "window"), [(1, 4), (7, 1), (12, 12), (13, 12), (50, 8), (50, 64), (64, 16)])
-def test_window_attention_equals_attention_under_a_band_mask(tokens: int, window: int) -> None:
+def test_window_attention_equals_attention_under_a_band_mask(tokens: int, window: int, packed: bool) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    q, k, v = (torch.randn(2, tokens, heads, 6, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    batch = 1 if packed else 2
+    q, k, v = (torch.randn(batch, tokens, heads, 6, generator=generator).requires_grad_() for heads in (4, 2, 2))
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     swapped = (x.transpose(1, 2) for x in (q, k, v))
     visible = (distance >= 0) & (distance < window)
+    offsets = None
+    if packed:
+        offsets = torch.tensor([0, tokens // 5, tokens // 3, tokens, tokens], dtype=torch.int32)
+        document = (torch.arange(tokens)[:, None] >= offsets[1:]).sum(1)
+        visible &= document[:, None] == document
     expected = F.scaled_dot_product_attention(*swapped, visible, enable_gqa=True).transpose(1, 2)
-    got = chunked_window_attention(q, k, v, window)
+    got = chunked_window_attention(q, k, v, window, offsets)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ import torch
 
 from tamis.attention import NSASpec
 from tamis.attention.functional import describe, why_no_kernels
-from tamis.attention.verify import length_like, odd_length, verify
+from tamis.attention.verify import length_like, odd_length, verify, verify_packed
 from tamis.config import Config
 from tamis.config.size import random_token_floor
 from tamis.model import DTYPES, Decoder
@@ -48,10 +48,15 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     """Compare kernels with the reference, by default at the trained length; empty where the reference computes."""
     dtype = DTYPES[config.runtime.precision]
     model, spec = config.model, NSASpec.of(config.nsa)
-    if model.attention == "dense" or device.type != "cuda" or why_no_kernels(device, dtype, model.d_k):
+    if "nsa" not in config.layer_kinds or device.type != "cuda":
+        return []
+    if why_no_kernels(device, dtype, model.d_k, model.n_heads // model.n_kv_groups):
         return []
     tokens = tokens or length_like(config.train.seq_len, model.n_heads, spec)
-    checks = verify(device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec, tokens=tokens)
+    shape = (device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
+    checks = verify(*shape, tokens=tokens)
+    if config.data.packing == "documents":
+        checks += verify_packed(*shape, tokens=tokens)
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
 
 
@@ -101,7 +106,9 @@ def run_selfcheck(config: Config, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({"checks": [asdict(result) for result in results]}))
     else:
-        print(describe(device, DTYPES[config.runtime.precision], config.model.d_k))
+        model = config.model
+        heads_per_group = model.n_heads // model.n_kv_groups
+        print(describe(device, DTYPES[config.runtime.precision], model.d_k, heads_per_group))
         for r in results:
             print(f"{'ok  ' if r.passed else 'FAIL'} {r.name}: {r.measured:.3g} (limit {r.limit:.3g}) {r.detail}")
     return 0 if all(result.passed for result in results) else 1

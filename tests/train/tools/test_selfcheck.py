@@ -60,3 +60,16 @@ def test_training_checks_the_trained_length_and_verify_an_odd_one_too(monkeypatc
     assert proved == [96]
     selfcheck.selfcheck(tiny(), torch.device("cuda"))
     assert proved == [96, 96, (3 + 5) * 16 + 5]
+
+
+def test_kernels_of_packed_documents_are_checked_where_training_packs_and_none_where_no_layer_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
+    for name in ("verify", "verify_packed"):
+        monkeypatch.setattr(selfcheck, name, lambda *_, tokens, name=name: called.append(name) or [])
+    selfcheck.require_right_attention(tiny("nsa.layers=window"), torch.device("cuda"))
+    assert called == []
+    selfcheck.require_right_attention(tiny("data.packing=documents"), torch.device("cuda"))
+    assert called == ["verify", "verify_packed"]
