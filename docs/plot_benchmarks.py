@@ -1,4 +1,4 @@
-"""Draw the plots of docs/performance.md: docs/data/*.json, as the benches print it, to docs/images/*.svg.
+"""Draw the plots of the pages: docs/data/*.json, as the benches print it, and a run's CSV files, to docs/images/*.svg.
 
     python docs/plot_benchmarks.py
 
@@ -7,6 +7,7 @@ Each plot is a card with a background of its own, so that it is readable on a li
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class Plot:
     lines: Sequence[Line]
     y_ticks: Sequence[float]
     log_y: bool = True
+    x_ticks: Sequence[float] | None = None  # None: every measured x
 
     def svg(self) -> str:
         xs = sorted({x for line in self.lines for x, _ in line.points})
@@ -59,7 +61,7 @@ class Plot:
             y = to_y(self._height(tick))
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
             parts.append(_text(LEFT - 8, y + 4, _short(tick), anchor="end", faint=True))
-        for x in xs:
+        for x in xs if self.x_ticks is None else self.x_ticks:
             parts.append(_text(to_x(math.log2(x)), BOTTOM + 20, _short(x), anchor="middle", faint=True))
         parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 42, self.x_name, anchor="middle", faint=True))
         for line, label_y in zip(self.lines, self._label_heights(to_y), strict=True):
@@ -151,6 +153,23 @@ def decode_plot(document: dict[str, Any]) -> Plot:
     )
 
 
+def production_plot() -> Plot:
+    def line(label: str, color: str, file: str) -> Line:
+        with open(DATA / "production_run" / file, encoding="utf-8") as rows:
+            points = [(float(row["step"]), float(row["loss"])) for row in csv.DictReader(rows)]
+        return Line(label, color, [(step, loss) for step, loss in points if step % 1000 == 0])
+
+    return Plot(
+        "The production run: loss by step",
+        "NVIDIA H200, bf16, torch 2.11.0, 2026-11-16; 2,048 tokens per step",
+        "step",
+        [line("one training batch", OTHER, "training.csv"), line("held-out text", TAMIS, "val.csv")],
+        (3, 4, 5, 6, 7),
+        log_y=False,
+        x_ticks=(1000, 2000, 5000, 10000, 20000, 35000),
+    )
+
+
 def _machine(document: dict[str, Any]) -> str:
     return f"{document['device']}, bf16, torch {document['torch'].split('+')[0]}, {document['date']}"
 
@@ -167,6 +186,7 @@ def draw(folder: Path) -> None:
     for image, (source, plot) in PLOTS.items():
         document = json.loads((DATA / source).read_text(encoding="utf-8"))
         (folder / image).write_text(plot(document).svg(), encoding="utf-8")
+    (folder / "production_run.svg").write_text(production_plot().svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":
