@@ -81,7 +81,7 @@ def assert_went_on(checkout: Checkout, out: str, halted_at: int) -> None:
     events = [json.loads(line) for line in (checkout.path / out / "events.jsonl").read_text().splitlines()]
     starts = [event["reason"] for event in events if event["event"] == "start"]
     assert starts == ["2 workers from the beginning", f"2 workers from checkpoint_step{halted_at}.pt"]
-    assert steps_logged(checkout, out) == list(range(1, 121))
+    assert steps_logged(checkout, out) == list(range(1, 401))
     assert not (checkout.path / out / ".HALT").exists()
 
 
