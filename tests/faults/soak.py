@@ -166,6 +166,15 @@ class FaultyRun:
         except AssertionError as error:
             print(f"{self.run.path} differs from the unbroken run: {error}", flush=True)
 
+    def lost_seconds(self) -> list[tuple[str, float]]:
+        """For each fault, the time from its begin until training was further than before."""
+        ends = [beat for beat in read_heartbeats(self.run.heartbeat(0)) if beat.phase == "step_end"]
+        lost = []
+        for kind, begin, _ in self.faults:
+            reached = max((beat.step for beat in ends if beat.ts <= begin), default=0)
+            lost.append((kind, min((beat.ts for beat in ends if beat.step > reached), default=begin) - begin))
+        return lost
+
     def false_alarms(self) -> list[str]:
         """The alarms that no injected fault explains."""
         alarms = [(e["event"], e["ts"]) for e in read_events(self.run) if "severity" in e["evidence"]]
@@ -234,9 +243,13 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
     lost = sum(len(ends) - len({beat.step for beat in ends}) for ends in steps)
     step_s = statistics.median(beat.dt_step_s or 0.0 for ends in steps for beat in ends)
     wall_s = sum(run.wall_s for run in runs)
+    lost_s: dict[str, list[float]] = {kind: [] for kind in sorted(faults)}
+    for kind, seconds in (fault for run in runs for fault in run.lost_seconds()):
+        lost_s[kind].append(seconds)
     return {
         "faults": faults.total(),
         "faults_by_kind": dict(sorted(faults.items())),
+        "mean_seconds_lost_by_kind": {kind: round(statistics.mean(times), 1) for kind, times in lost_s.items()},
         "runs": len(runs),
         "launches": sum(run.launches for run in runs),
         "restarts_by_supervisor": sum(event["event"] == "restart" for run in runs for event in read_events(run.run)),
