@@ -38,7 +38,13 @@ from tamis.run.files.hardware import read_gpus
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.identity import require_same_run
 from tamis.run.files.lock import RunLocked
-from tamis.run.files.manifest import DamagedCheckpoint, latest_valid_checkpoint, remove_leftovers, require_valid
+from tamis.run.files.manifest import (
+    DamagedCheckpoint,
+    checkpoint_to_resume,
+    latest_valid_checkpoint,
+    remove_leftovers,
+    require_valid,
+)
 from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
 from tamis.train.console import Console
@@ -183,7 +189,7 @@ def _train(trainer: Trainer, resume: str | None, started: float) -> int:
     _announce(trainer)
     ranks = trainer.ranks
     # Rank 0 chooses for all: on a shared disk two ranks could see different newest checkpoints.
-    chosen = ranks.together(lambda: _checkpoint_to_resume(trainer.run, resume) if ranks.is_main else None)
+    chosen = ranks.together(lambda: _path_to_resume(trainer.run, resume) if ranks.is_main else None)
     if ranks.is_main:
         _clear_leftovers(trainer, started)
     trainer.open(ranks.gather(chosen)[0])
@@ -228,31 +234,12 @@ def _clear_leftovers(trainer: Trainer, started: float) -> None:
     run.anomaly.unlink(missing_ok=True)
 
 
-def _checkpoint_to_resume(run: RunDirectory, resume: str | None) -> str | None:
-    """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one.
-
-    When every checkpoint is damaged, `auto` refuses: starting over would throw their steps away.
-    """
+def _path_to_resume(run: RunDirectory, resume: str | None) -> str | None:
+    """Return an explicit file as it is; for `auto` the newest valid checkpoint, if there is one."""
     if resume != "auto":
         return resume or None
-    problems: list[str] = []
-    step = latest_valid_checkpoint(run, on_damaged=problems.append)
-    for problem in problems:
-        say(problem)
-    if step is not None:
-        return str(run.checkpoint(step))
-    if len(problems) > 1 or (problems and not _was_first_save_cut_short(run)):
-        raise DamagedCheckpoint(
-            f"no checkpoint in {run.path} can be used: {'; '.join(problems)}. Training does not start over by itself: "
-            "restore one of them, or move them out of the directory to start at step 0"
-        )
-    return None
-
-
-def _was_first_save_cut_short(run: RunDirectory) -> bool:
-    """Return whether a kill in the first save left a file without a manifest: then there was no checkpoint before."""
-    steps = run.checkpoint_traces()
-    return len(steps) == 1 and not run.manifest(steps[0]).exists()
+    step = checkpoint_to_resume(run, on_damaged=say)
+    return None if step is None else str(run.checkpoint(step))
 
 
 def _failed(trainer: Trainer, code: ExitCode, message: str, lasting: bool = False) -> int:

@@ -174,7 +174,7 @@ def test_auto_resume_never_starts_over_when_every_checkpoint_is_damaged(
         assert running.wait() == [2], running.output()
         said = running.log(0)
     assert "checkpoint_step3.pt is not used: its sha256" in said and "checkpoint_step6.pt is not used" in said
-    assert "Training does not start over by itself" in said and "move them out of the directory" in said
+    assert "Training does not start over by itself" in said and "To start over on purpose, move them away" in said
     assert all((run.path / name).read_bytes() == content for name, content in kept.items())
 
 

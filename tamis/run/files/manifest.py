@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -119,21 +120,28 @@ def latest_valid_checkpoint(
 
 
 def checkpoint_to_resume(run: RunDirectory, *, on_damaged: Callable[[str], None] | None = None) -> int | None:
-    """The newest valid step; None when no save was ever finished here.
+    """The newest valid step; None when there is no checkpoint, or only the first save, which a kill cut short.
 
-    Raises DamagedCheckpoint when saves were finished and none of them is valid: a run never starts over by itself.
+    Raises DamagedCheckpoint when there are checkpoints and none of them is valid: a run never starts over by itself.
     """
     problems: list[str] = []
     step = latest_valid_checkpoint(run, on_damaged=problems.append)
-    if step is None and any(run.manifest(found).exists() for found in run.checkpoint_traces()):
+    if step is None and problems and not _was_first_save_cut_short(run):
+        folder = shlex.quote(str(run.path))
         raise DamagedCheckpoint(
-            f"no checkpoint in {run.path} can be used: {'; '.join(problems)}. Restore one of them. To start "
-            f"over on purpose, move them away (mkdir {run.path}/damaged && mv {run.path}/checkpoint_step* "
-            f"{run.path}/damaged/) or name another train.out_dir"
+            f"no checkpoint in {run.path} can be used: {'; '.join(problems)}. Training does not start over by itself: "
+            f"restore one of them with its manifest. To start over on purpose, move them away (mkdir {folder}/damaged "
+            f"&& mv {folder}/checkpoint_step* {folder}/damaged/) or name another train.out_dir"
         )
     for problem in problems if on_damaged else []:
         on_damaged(problem)  # type: ignore[misc]
     return step
+
+
+def _was_first_save_cut_short(run: RunDirectory) -> bool:
+    """True if one checkpoint without a manifest is all there is. A kill leaves one; several lost their manifests."""
+    steps = run.checkpoint_traces()
+    return len(steps) == 1 and not run.manifest(steps[0]).exists()
 
 
 def newest_or_itself(path: str | Path) -> Path:

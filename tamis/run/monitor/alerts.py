@@ -16,7 +16,7 @@ from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.reading import OddFile, read_text
 from tamis.run.limits import Limits, limits_for
 from tamis.run.monitor.ranks import RankView, State, activity
-from tamis.run.supervise.health_rules import health_alarms
+from tamis.run.supervise.health_rules import health_alarms, save_alarms
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import patience, stall_alarms
 
@@ -40,7 +40,7 @@ def find_alerts(
     limits = limits_for(config) if config else Limits()
     history = RunHistory()
     history.add(beat for of_rank in beats.values() for beat in of_rank)
-    alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(beats)]
+    alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(history)]
     if state == "running":
         alerts += _silent_ranks(history, ranks, limits)
     if config and state in ("running", "starting", "restarting"):
@@ -64,13 +64,8 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
     return alerts
 
 
-def _failed_saves(beats: dict[int, list[Heartbeat]]) -> list[Alert]:
-    """The newest save of a rank that failed; a save that succeeded since ends the alert."""
-    saves = [beat for of_rank in beats.values() for beat in of_rank if beat.phase == "checkpoint"]
-    newest = max(saves, key=lambda beat: beat.ts, default=None)
-    if newest is None or newest.save_error is None:
-        return []
-    return [Alert("problem", f"the checkpoint of step {newest.step} was not saved: {newest.save_error}")]
+def _failed_saves(history: RunHistory) -> list[Alert]:
+    return [Alert("problem", alarm.reason) for alarm in save_alarms(history)]
 
 
 def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:

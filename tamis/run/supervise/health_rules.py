@@ -45,6 +45,15 @@ def health_alarms(history: RunHistory, limits: Limits) -> list[Alarm]:
     return [alarm for rule in rules if (alarm := rule(history, limits))]
 
 
+def save_alarms(history: RunHistory) -> list[Alarm]:
+    """One alarm while the newest save of a rank has failed. The trainer ends the run at train.max_unsaved_steps."""
+    failed = max((r.failed_save for r in history.ranks.values() if r.failed_save), key=lambda b: b.ts, default=None)
+    if failed is None:
+        return []
+    reason = f"the checkpoint of step {failed.step} was not saved: {failed.save_error}"
+    return [Alarm("save_failed", "note", reason, failed.rank, {"step": failed.step})]
+
+
 def _last(history: RunHistory, field: str, count: int = AGREEING_BEATS) -> list[float] | None:
     """The last `count` logged values of a field, or None while there are fewer."""
     values = [value for beat in history.logged if (value := getattr(beat, field)) is not None]

@@ -33,6 +33,7 @@ class RankHistory:
         self.stretches_of_this_process = 0
         self._stretch: list[float] = []
         self.first_step_s = 0.0  # how long this process's first step took, from its start to its end
+        self.failed_save: Heartbeat | None = None  # until a later save succeeds
         self._step_started: Heartbeat | None = None
         self._step_ended: Heartbeat | None = None  # the last step_end, while nothing but steps followed it
 
@@ -44,6 +45,7 @@ class RankHistory:
             self._step_started = self._step_ended = None
         if self.last is None or _mark(beat) != _mark(self.last):  # a repeated beat is no progress
             self.progress_at = awake_s
+        self._note_save(beat)
         self.last = beat
         if beat.phase == "step_end":
             self._end_step(beat)
@@ -51,6 +53,13 @@ class RankHistory:
             self._step_started = self._step_started or beat
         elif beat.phase != "progress":
             self._step_ended = None  # an evaluation or a checkpoint is not part of a step's time
+
+    def _note_save(self, beat: Heartbeat) -> None:
+        """A save succeeded when the same process goes on after its `checkpoint` beat without a `save_error`."""
+        if beat.save_error is not None:
+            self.failed_save = beat
+        elif self.last is not None and self.last.phase == "checkpoint" != beat.phase and beat.pid == self.last.pid:
+            self.failed_save = self.failed_save if self.last.save_error is not None else None
 
     def _end_step(self, beat: Heartbeat) -> None:
         if self.steps_by_this_process == 0 and self._step_started is not None:

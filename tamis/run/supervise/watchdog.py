@@ -20,7 +20,7 @@ from tamis.run.files.lock import ProcessId, RunLock
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.locate import no_run_in
 from tamis.run.supervise.escalation import Escalation
-from tamis.run.supervise.health_rules import health_alarms
+from tamis.run.supervise.health_rules import health_alarms, save_alarms
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import stall_alarms
 
@@ -51,7 +51,7 @@ class Watchdog:
         self.catch_up()
         states = {rank: process.state() for rank, process in self.processes.items()}
         alarms = stall_alarms(self.history, states, self.limits, disk_is_full=_is_full(self.run.path))
-        alarms += [*health_alarms(self.history, self.limits), *self._unreadable_files()]
+        alarms += [*health_alarms(self.history, self.limits), *save_alarms(self.history), *self._unreadable_files()]
         return [alarm for alarm in alarms if self._is_news(alarm)]
 
     def catch_up(self) -> None:

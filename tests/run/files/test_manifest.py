@@ -7,6 +7,7 @@ import pytest
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import (
     DamagedCheckpoint,
+    checkpoint_to_resume,
     damage,
     latest_valid_checkpoint,
     remove_leftovers,
@@ -65,6 +66,21 @@ def test_an_explicit_damaged_file_is_refused_with_the_one_to_use(run: RunDirecto
         require_valid(run.checkpoint(30))
     with pytest.raises(DamagedCheckpoint, match="no such file"):
         require_valid(run.checkpoint(77))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(run: RunDirectory) -> None:
+    for step in (10, 20, 30):
+        run.manifest(step).unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"step30\.pt.*step20\.pt.*step10\.pt.*To start over on purpose"):
+        checkpoint_to_resume(run)
+    for step in (10, 20):
+        run.checkpoint(step).unlink()
+    named: list[str] = []
+    assert checkpoint_to_resume(run, on_damaged=named.append) is None, "a kill in the first save leaves this"
+    assert len(named) == 1 and "cut short" in named[0]
+    run.manifest(30).write_text("{}")
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        checkpoint_to_resume(run)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:

@@ -148,6 +148,9 @@ def test_a_failed_save_is_an_alert_until_one_succeeds(tmp_path):
     assert "the checkpoint of step 50 was not saved: No space left on device" in alerts
     with open(run.heartbeat(0), "a") as file:
         file.write(json.dumps(beat | {"ts": time.time()}) + "\n")
+    assert any("not saved" in alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts), "the next one began"
+    with open(run.heartbeat(0), "a") as file:
+        file.write(json.dumps(beat | {"ts": time.time(), "phase": "step_start"}) + "\n")
     assert not any("not saved" in alert.text for alert in read_snapshot(tmp_path, gpus=[]).alerts)
 
 

@@ -5,7 +5,11 @@ import random
 
 import pytest
 
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import HeartbeatWriter
 from tamis.run.limits import Limits
+from tamis.run.supervise.health_rules import save_alarms
+from tamis.run.supervise.watchdog import Watchdog
 from tests.run.simulated_run import SimulatedRun
 
 EQUAL = [[1 / 3, 1 / 3, 1 / 3]] * 2
@@ -49,6 +53,31 @@ def test_noise_and_single_spikes_raise_no_alarm() -> None:
         grad_norm=lambda step: abs(dice.gauss(1, 0.5)) + (500.0 if step % 97 == 0 else 0.0),
     )
     assert run.alarms == []
+
+
+def test_a_failed_save_is_an_alarm_at_once_until_one_succeeds() -> None:
+    run = SimulatedRun()
+    run.beat("checkpoint", 10)
+    assert save_alarms(run.history) == []
+    run.beat("checkpoint", 10, save_error="Read-only file system: make out writable")
+    [alarm] = save_alarms(run.history)
+    assert (alarm.kind, alarm.severity) == ("save_failed", "note")
+    assert alarm.reason == "the checkpoint of step 10 was not saved: Read-only file system: make out writable"
+    run.step(11, 1.0)
+    run.beat("checkpoint", 20)
+    assert len(save_alarms(run.history)) == 1, "the next save has begun, not succeeded"
+    run.step(21, 1.0)
+    assert save_alarms(run.history) == []
+
+
+def test_the_watchdog_reports_a_failed_save_once(tmp_path) -> None:
+    run = RunDirectory(tmp_path)
+    heartbeat = HeartbeatWriter(run.heartbeat(0), 0)
+    watchdog = Watchdog(run, Limits())
+    heartbeat.beat("checkpoint", 10, save_error="Disk quota exceeded")
+    assert [alarm.kind for alarm in watchdog.look()] == ["save_failed"]
+    assert watchdog.look() == []
+    heartbeat.close()
 
 
 def test_a_collapsed_gate_halts() -> None:
