@@ -1,4 +1,4 @@
-"""Verbs for models and data: generate, export, convert, data prepare, data check."""
+"""Verbs for models and data: generate, eval, export, convert, data prepare, data check."""
 
 from __future__ import annotations
 
@@ -63,6 +63,32 @@ def generate(
         rope_scale=rope_scale,
         device=device,
     )
+
+
+@verb("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    tasks: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a folder with one JSONL file per task")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, max=100, help="solved examples before each question; by default as tasks.yaml")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="take only so many examples of each task")] = None,
+    text: Annotated[Path | None, typer.Option(help="a file for bits per byte, not the run's own text")] = None,
+    max_len: Annotated[int | None, typer.Option(min=1, help="longest sequence; by default the trained one")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Measure a model: bits per byte on held-out text, accuracy on tasks. A table, and eval.json in the run.
+
+    Examples:
+
+      tamis eval artifacts/m7c_125m
+
+      tamis eval artifacts/m7c_125m --tasks tasks/ --shots 5
+    """
+    loading_torch(sys.stderr)
+    from tamis.evaluate.command import evaluate_model
+
+    evaluate_model(checkpoint, tasks, shots=shots, limit=limit, text=text, max_len=max_len, device=device)
 
 
 @verb()

@@ -89,6 +89,10 @@ class RunDirectory:
         return self.path / "metrics.json"
 
     @property
+    def eval_json(self) -> Path:
+        return self.path / "eval.json"
+
+    @property
     def env_json(self) -> Path:
         return self.path / "env.json"
 

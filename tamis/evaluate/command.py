@@ -1,0 +1,122 @@
+"""`tamis eval RUN`: bits per byte on held-out text and accuracy on tasks; a table, and eval.json in the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tamis.data import DataError
+from tamis.evaluate.held_out import bits_per_byte, held_out_batches, text_batches
+from tamis.evaluate.scoring import TaskResult, score_task
+from tamis.evaluate.tasks import Task, read_tasks
+from tamis.generate.load import LoadedModel, load_model
+from tamis.run.files.console import say
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.records import utc, write_json_atomic
+
+PROGRESS_EVERY_S = 2.0
+
+
+def evaluate_model(
+    checkpoint: str | Path,
+    tasks: str | Path | None = None,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    text: str | Path | None = None,
+    max_len: int | None = None,
+    device: str = "auto",
+    precision: str | None = None,
+) -> dict[str, Any]:
+    """Evaluate a checkpoint, print a table, write eval.json next to the checkpoint, and return its content.
+
+    Args:
+        tasks: folder of JSONL files; without it only the held-out text is measured.
+        text: a file to measure bits per byte on, instead of the run's own held-out text.
+    """
+    wanted = read_tasks(tasks, shots, limit) if tasks is not None else []  # refused before the model loads
+    loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
+    weight = loaded.model.embedding.weight
+    say(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", sys.stderr)
+    figures = {task.name: _measure_task(loaded, task) for task in wanted}
+    centred = [of_task["centred"] for of_task in figures.values()]
+    results = {
+        "step": loaded.step,
+        "time": utc(time.time()),
+        "device": str(weight.device.type),
+        "precision": str(weight.dtype).removeprefix("torch."),
+        "limit": limit,
+        "bits_per_byte": _measure_text(loaded, text),
+        "tasks": figures,
+        "mean_centred": round(sum(centred) / len(centred), 4) if centred else None,
+    }
+    print("\n".join(table_of(results)), flush=True)
+    path = _folder_of(Path(checkpoint)).eval_json
+    write_json_atomic(path, results)
+    say(f"written: {path}", sys.stderr)
+    return results
+
+
+def _folder_of(checkpoint: Path) -> RunDirectory:
+    """Return the run or exported folder that `checkpoint` is, or lies in."""
+    is_folder = checkpoint.is_dir() and checkpoint.suffix != ".pt"
+    return RunDirectory(checkpoint if is_folder else checkpoint.parent)
+
+
+def _measure_text(loaded: LoadedModel, text: str | Path | None) -> float | None:
+    """Return bits per byte; None, with the reason printed, where the run's own text cannot be read."""
+    say("bits per byte on held-out text …", sys.stderr)
+    if text is not None:
+        batches, packed = text_batches(loaded, text), False
+    else:
+        try:
+            batches, packed = held_out_batches(loaded), loaded.config.data.packing == "documents"
+        except DataError as error:
+            say(f"bits per byte are not measured, give a file by --text: {error}", sys.stderr)
+            return None
+    bits = bits_per_byte(loaded.model, loaded.tokenizer, batches, packed)
+    return None if bits is None else round(bits, 5)
+
+
+def _measure_task(loaded: LoadedModel, task: Task) -> dict[str, Any]:
+    result, _ = score_task(loaded.model, loaded.tokenizer, task, _progress_of(task.name))
+    return _figures(task, result)
+
+
+def _progress_of(name: str) -> Callable[[float], None]:
+    """Return a function that prints the share done, every two seconds at most."""
+    say(f"{name} …", sys.stderr)
+    printed_at = time.monotonic()
+
+    def progress(share: float) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at > PROGRESS_EVERY_S:
+            printed_at = time.monotonic()
+            say(f"{name}: {share:.0%}", sys.stderr)
+
+    return progress
+
+
+def _figures(task: Task, result: TaskResult) -> dict[str, Any]:
+    names = ("accuracy", "standard_error", "acc", "acc_norm", "chance", "centred")
+    figures = {name: round(getattr(result, name), 4) for name in names}
+    return {"kind": task.kind, "examples": result.examples, "shots": result.shots, **figures}
+
+
+def table_of(results: dict[str, Any]) -> list[str]:
+    """Return the lines of the table that `tamis eval` prints."""
+    lines = [f"{'task':<24}{'examples':>9}{'shots':>6}{'accuracy':>10}{'±':>8}{'chance':>8}{'centred':>9}"]
+    for name, f in results["tasks"].items():
+        lines.append(
+            f"{name:<24}{f['examples']:>9,}{f['shots']:>6}{f['accuracy']:>10.4f}{f['standard_error']:>8.4f}"
+            f"{f['chance']:>8.4f}{f['centred']:>9.4f}"
+        )
+    if not results["tasks"]:
+        lines = []
+    elif results["mean_centred"] is not None:
+        lines.append(f"{'mean of the centred scores':<65}{results['mean_centred']:>9.4f}")
+    bits = results["bits_per_byte"]
+    return [*lines, f"bits per byte on held-out text: {'not measured' if bits is None else f'{bits:.4f}'}"]
