@@ -1,15 +1,14 @@
-"""Documents of local files: parquet, JSONL (also .gz) and plain text, one record at a time, from any record on.
+"""Documents of local files: parquet, JSONL and text (also .gz and .zst), one record at a time, from any record on.
 
 A record is the UTF-8 bytes of a document, None if it is empty (a blank line, a null), or a BadRecord with the reason.
 """
 
 from __future__ import annotations
 
-import gzip
+import io
 import itertools
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import BinaryIO
 from tamis.data.errors import DataError
 from tamis.data.tokenizer import END_OF_TEXT
 
-PARQUET, JSONL, TEXT = (".parquet",), (".jsonl", ".jsonl.gz", ".ndjson"), (".txt", ".text", ".md")
+PARQUET, JSONL, TEXT = (".parquet",), (".jsonl", ".ndjson"), (".txt", ".text", ".md")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of JSONL and text; Arrow's names
+READ_BYTES = 2**20  # decompressed at a time
 ROWS_PER_BATCH = 256
 TEXT_PIECE_BYTES = 16 * 1024  # a text file without separators is cut at the first blank line after this many bytes …
 TEXT_PIECE_LIMIT = 4 * TEXT_PIECE_BYTES  # … or at the first line end after this many; longer lines are cut
@@ -56,7 +57,7 @@ class LocalFiles:
         path = self.files[file]
         if path.name.endswith(PARQUET):
             return enumerate(read_parquet(path, self.text_column, start), start)
-        if path.name.endswith(JSONL):
+        if _plain_name(path).endswith(JSONL):
             return enumerate(read_jsonl(path, self.text_column, start), start)
         return itertools.islice(enumerate(read_text_file(path)), start, None)
 
@@ -125,10 +126,24 @@ def read_jsonl(path: Path, text_column: str, start: int = 0) -> Iterator[Record]
 def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a file; a longer line comes in parts of `most_bytes`."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened(path) as file:
             yield from iter(lambda: file.readline(most_bytes), b"")
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise DataError(f"{path} cannot be read ({error}): replace or remove the file") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed if its name ends in .gz or .zst."""
+    if path.suffix not in COMPRESSED:
+        return path.open("rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(path, compression=COMPRESSED[path.suffix]), READ_BYTES)
+
+
+def _plain_name(path: Path) -> str:
+    """The name without .gz or .zst."""
+    return path.stem if path.suffix in COMPRESSED else path.name
 
 
 def _json_record(line: bytes, text_column: str) -> Record:
@@ -185,18 +200,22 @@ def _last_character(text: bytes) -> int:
 
 
 def _list_files(path: Path) -> list[Path]:
-    known = PARQUET + JSONL + TEXT
+    known = f"{', '.join(PARQUET + JSONL + TEXT)}, or one of the last {len(JSONL + TEXT)} with {' or '.join(COMPRESSED)}"
     if path.is_file():
-        if not path.name.endswith(known):
-            raise DataError(f"data.local_path {path} is no known kind of file: {', '.join(known)}")
+        if not _is_known(path):
+            raise DataError(f"data.local_path {path} is no known kind of file: {known}")
         return [path]
     if not path.is_dir():
         raise DataError(f"data.local_path {path} does not exist")
-    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.endswith(known) and not _hidden(f, path))
+    files = sorted(f for f in path.rglob("*") if f.is_file() and _is_known(f) and not _hidden(f, path))
     if not files:
         hint = ": set data.dataset to shards" if (path / "manifest.json").exists() else ""
-        raise DataError(f"data.local_path {path} holds none of {', '.join(known)}{hint}")
+        raise DataError(f"data.local_path {path} holds no file of a known kind ({known}){hint}")
     return files
+
+
+def _is_known(path: Path) -> bool:
+    return path.name.endswith(PARQUET) or _plain_name(path).endswith(JSONL + TEXT)
 
 
 def _hidden(file: Path, root: Path) -> bool:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tamis.config import Config
 from tamis.data.errors import DataError, end_of_data
+from tamis.data.local_files import COMPRESSED, PARQUET
 from tamis.data.order import Cursor, Document, DocumentOrder, Source, Window, held_out_below
 from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
 
@@ -73,13 +74,12 @@ class Deal:
     loads: list[int]  # bytes dealt to each lane so far
 
 
-COMPRESSED = (".parquet", ".gz")
 BYTES_PER_TOKEN = {"byte": 1, "gpt2": 4}  # of English text, about
 
 
 def _tokens_per_pass(config: Config, source: Source) -> int | None:
     """Estimate the training tokens from the sizes of text files; None for compressed files and streams."""
-    if not source.sizes or any(name.endswith(COMPRESSED) for name in source.names):
+    if not source.sizes or any(name.endswith((*PARQUET, *COMPRESSED)) for name in source.names):
         return None
     return int(sum(source.sizes) * (1 - config.data.val_fraction)) // BYTES_PER_TOKEN[config.data.tokenizer]
 

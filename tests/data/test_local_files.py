@@ -1,6 +1,5 @@
 """Local files of every kind, and what happens to those that are damaged."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -42,15 +41,24 @@ def test_the_sample_has_fineweb_edus_columns():
     assert names[: len(FINEWEB_COLUMNS)] == FINEWEB_COLUMNS
 
 
-def test_parquet_jsonl_and_gzip_give_the_same_documents(tmp_path):
+def compressed(lines: str, codec: str, parts: int = 1) -> bytes:
+    """Text as several compressed members in a row, as parallel compressors write it."""
+    size = len(lines) // parts + 1
+    pieces = [lines[i * size : (i + 1) * size].encode() for i in range(parts)]
+    return b"".join(pa.Codec(codec).compress(piece, asbytes=True) for piece in pieces)
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     texts = documents(40)
     lines = "".join(json.dumps({"text": text, "more": 1}) + "\n" for text in texts)
     write_parquet(tmp_path / "a.parquet", texts)
     (tmp_path / "a.jsonl").write_text(lines)
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write(lines)
-    for name in ("a.parquet", "a.jsonl", "a.jsonl.gz"):
+    (tmp_path / "a.jsonl.gz").write_bytes(compressed(lines, "gzip", parts=3))
+    (tmp_path / "a.jsonl.zst").write_bytes(compressed(lines, "zstd", parts=3))
+    (tmp_path / "a.txt.zst").write_bytes(compressed("\n<|endoftext|>\n".join(texts), "zstd"))
+    for name in ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
         assert texts_of(tmp_path / name) == texts, name
+    assert [text.rstrip("\n") for text in texts_of(tmp_path / "a.txt.zst")] == texts
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
@@ -172,11 +180,12 @@ def test_a_corrupted_parquet_file_is_an_error_that_names_it(tmp_path, damage):
         read_some(path)
 
 
-def test_a_truncated_gzip_file_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    content = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in documents(3000)).encode())
+@pytest.mark.parametrize(("name", "codec"), [("a.jsonl.gz", "gzip"), ("a.jsonl.zst", "zstd")])
+def test_a_truncated_compressed_file_is_an_error_that_names_it(tmp_path, name, codec):
+    path = tmp_path / name
+    content = compressed("".join(json.dumps({"text": text}) + "\n" for text in documents(3000)), codec)
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+    with pytest.raises(DataError, match=f"{name} cannot be read"):
         read_some(path)
 
 
