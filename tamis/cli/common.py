@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -30,6 +31,9 @@ Words = Annotated[
         metavar="CONFIG|SECTION.KEY=VALUE",
         help="a YAML file (else $CONFIG), and changes to single keys, as train.steps=100",
     ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="NAME|PATH", help="gpt2, byte, a tokenizer.json or its folder, or .tiktoken ranks")
 ]
 # For the processes that `tamis check` and `tamis run` start: their file already contains what variables set.
 Resolved = Annotated[bool, typer.Option("--resolved", hidden=True, help="ignore environment variables")]
@@ -80,6 +84,11 @@ def resolve(words: list[str] | None, default: str | None = None, stream: TextIO 
 def resolve_for_this_machine(words: list[str] | None, stream: TextIO | None = None) -> Config:
     """Resolve as `resolve` does; if no file is named, use the one that `tamis run` would choose here."""
     return resolve(words, split(words)[0] or choose_config(read_gpus()), stream)
+
+
+def tokenizer_override(tokenizer: str | None) -> list[str]:
+    """The key that --tokenizer sets."""
+    return [] if tokenizer is None else [f"data.tokenizer={json.dumps(tokenizer)}"]
 
 
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli.common import USE, Resolved, Verb, Verbs, Words, announced, loading_torch, resolve, split
+from tamis.cli.common import (
+    USE,
+    Resolved,
+    Tokenizer,
+    Verb,
+    Verbs,
+    Words,
+    announced,
+    loading_torch,
+    resolve,
+    split,
+    tokenizer_override,
+)
 from tamis.config import Config, load_config
 
 app = typer.Typer()
@@ -136,6 +149,7 @@ def convert(
 def data_prepare(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the shards")],
     words: Words = None,
+    tokenizer: Tokenizer = None,
     workers: Annotated[int | None, typer.Option(min=1, help="threads; by default one per core")] = None,
 ) -> None:
     """Tokenise a source once into memory-mapped shards. After an interruption the same command continues.
@@ -148,8 +162,9 @@ def data_prepare(
     """
     from tamis.data.prepare import prepare
 
+    words = [*(words or []), *tokenizer_override(tokenizer)]
     made = prepare(resolve(words), out, workers=workers, report=lambda progress: print(progress, flush=True))
-    print(f"done: {made.summary}; train on it with data.dataset=shards data.local_path={out}")
+    print(f"done: {made.summary}; train on it: tamis run --data {shlex.quote(str(out))}")
 
 
 @data_verb("check")

@@ -11,7 +11,17 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import TRAIN, RunDir, Verb, Words, loading_torch, resolve_for_this_machine, split
+from tamis.cli.common import (
+    TRAIN,
+    RunDir,
+    Tokenizer,
+    Verb,
+    Words,
+    loading_torch,
+    resolve_for_this_machine,
+    split,
+    tokenizer_override,
+)
 from tamis.config import ConfigError
 
 app = typer.Typer()
@@ -26,6 +36,7 @@ def run(
     data: Annotated[
         Path | None, typer.Option(metavar="PATH", help="your own text, JSONL or parquet files, or token shards")
     ] = None,
+    tokenizer: Tokenizer = None,
     detach: Detach = False,
 ) -> None:
     """Run the whole job: look at the machine, smoke test, train under supervision, resume, hand over.
@@ -45,18 +56,20 @@ def run(
     path, overrides = split(words)
     if data is not None:
         overrides = [*_data_overrides(data), *overrides]  # the user's own keys come last and win
+    overrides += tokenizer_override(tokenizer)
     raise typer.Exit(main_job(path, overrides, detach))
 
 
 def _data_overrides(path: Path) -> list[str]:
     """Keys to train on the user's own files into a directory named after them."""
     from tamis.data.local_files import LocalFiles
-    from tamis.data.shards import MANIFEST, read_shard_manifest
+    from tamis.data.shards import MANIFEST, read_shard_manifest, tokenizer_of_shards
 
     name = re.sub(r"[^\w.-]+", "_", path.resolve().stem).strip("._-") or "data"
     keys = [f"data.local_path={json.dumps(str(path))}", "data.epochs=null", f"train.out_dir=artifacts/{name}"]
     if (path / MANIFEST).is_file():
-        return [*keys, "data.dataset=shards", f"data.tokenizer={read_shard_manifest(path).tokenizer}"]
+        own = tokenizer_of_shards(path, read_shard_manifest(path))
+        return [*keys, "data.dataset=shards", f"data.tokenizer={json.dumps(own)}"]
     LocalFiles(path)  # refuses a path without data before anything starts
     return [*keys, "data.dataset=local", "data.val_fraction=0.05", "train.sample_prompt=null"]
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tamis.config.schema import Config, Section, impossible_combinations
 from tamis.config.suggest import did_you_mean, nearest
+from tamis.config.vocabulary import VOCABULARY, tokenizer_file, vocabulary_size
 from tamis.config.yaml_file import ConfigError, read_value, read_yaml
 
 OTHER_NAMES = {  # what other trainers call our keys
@@ -71,7 +72,16 @@ def build_config(tree: dict[str, Any]) -> Config:
     problems += [line for line in impossible_combinations(config) if not _names_any(line, wrong)]
     if problems:
         raise ConfigError("\n".join(problems))
-    return config
+    return _with_vocabulary(config)
+
+
+def _with_vocabulary(config: Config) -> Config:
+    """Fill in the vocabulary of a tokenizer file. A stored configuration holds it and needs the file no more."""
+    data = config.data
+    if data.tokenizer in VOCABULARY or data.vocab_size is not None:
+        return config
+    size = vocabulary_size(tokenizer_file(data.tokenizer))
+    return config.model_copy(update={"data": data.model_copy(update={"vocab_size": size})})
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-VOCABULARY = {"gpt2": 50257, "byte": 257}  # end-of-text included: GPT-2's 50256, and 256 after the byte values
+from tamis.config.vocabulary import VOCABULARY
+
 VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor cores; padding is never predicted
 
 MOST_STEPS = 10**9
@@ -96,7 +97,12 @@ class Data(Section):
         "fineweb_edu",
         "A hub dataset, local files (also called fineweb_edu_local), token shards, the sample, or random tokens.",
     )
-    tokenizer: Literal["gpt2", "byte"] = _key("gpt2", "GPT-2's byte pairs (50,257 tokens), or bytes (257).")
+    tokenizer: Line = _key(
+        "gpt2", "`gpt2`, `byte`, or a file: a Hugging Face tokenizer.json, its folder, or .tiktoken ranks."
+    )
+    vocab_size: Annotated[int, Field(ge=2, le=2**22)] | None = _key(
+        None, "Tokens of the vocabulary; null: read from the tokenizer, and stored with the run."
+    )
     local_path: Line | None = _key(None, "Parquet, JSONL or text files, a folder of them, or a folder of token shards.")
     hub_name: Line = _key("HuggingFaceFW/fineweb-edu", "Hugging Face dataset, or a local folder laid out as one.")
     hub_subset: Line = _key("sample-10BT", "Subset of the hub dataset.")
@@ -220,7 +226,8 @@ class Config(Section):
 
     @property
     def vocab_size(self) -> int:
-        return VOCABULARY[self.data.tokenizer]
+        """Tokens of the vocabulary; the last is end-of-text."""
+        return self.data.vocab_size or VOCABULARY[self.data.tokenizer]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -267,6 +274,10 @@ def impossible_combinations(config: Config) -> list[str]:
         (
             data.dataset in (*LOCAL, "shards") and not data.local_path,
             f"data.local_path must be set when data.dataset is {data.dataset}",
+        ),
+        (
+            data.vocab_size not in (None, VOCABULARY.get(data.tokenizer, data.vocab_size)),
+            f"data.vocab_size must be null or {VOCABULARY.get(data.tokenizer)} when data.tokenizer is {data.tokenizer}",
         ),
         (
             runtime.production and data.synthetic_on_fail,

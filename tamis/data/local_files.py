@@ -200,7 +200,7 @@ def _last_character(text: bytes) -> int:
 
 
 def _list_files(path: Path) -> list[Path]:
-    known = f"{', '.join(PARQUET + JSONL + TEXT)}, or one of the last {len(JSONL + TEXT)} with {' or '.join(COMPRESSED)}"
+    known = f"{', '.join(PARQUET + JSONL + TEXT)}; all but parquet also with {' or '.join(COMPRESSED)}"
     if path.is_file():
         if not _is_known(path):
             raise DataError(f"data.local_path {path} is no known kind of file: {known}")

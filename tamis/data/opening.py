@@ -21,7 +21,7 @@ from tamis.data.sample import sample_source
 from tamis.data.shards import ShardSamples, held_out_stretches
 from tamis.data.stream import StreamSamples, held_out_tokens, merge_stream_states
 from tamis.data.synthetic import VALIDATION, SyntheticSamples, noise
-from tamis.data.tokenizer import TokenIds
+from tamis.data.tokenizer import TokenIds, tokenizer_for
 
 T = TypeVar("T")
 
@@ -43,6 +43,11 @@ def open_loader(config: Config, *, rank: int = 0, world_size: int = 1) -> Loader
 def open_samples(config: Config, rank: int, world_size: int) -> Samples:
     if config.data.dataset == "synthetic":
         return SyntheticSamples(config, rank, world_size)
+    if (found := tokenizer_for(config.data.tokenizer).vocab_size) != config.vocab_size:
+        raise DataError(
+            f"data.vocab_size is {config.vocab_size} and {config.data.tokenizer} has {found} tokens: "
+            "set data.vocab_size to null, or give the tokenizer that the model was trained with"
+        )
     if config.data.dataset == "shards":
         return ShardSamples(config, rank, world_size)
     return StreamSamples(config, open_source(config), rank, world_size)

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ from tamis.config.schema import LOCAL
 from tamis.data.errors import DataError
 from tamis.data.opening import open_source
 from tamis.data.order import DocumentOrder
-from tamis.data.shards import MANIFEST, Manifest, Shard, Split, read_shard_manifest
+from tamis.data.shards import LITTLE_ENDIAN, MANIFEST, Manifest, Shard, Split, read_shard_manifest
 from tamis.data.stream import document_order
-from tamis.data.tokenizer import TokenIds, Tokenizer, tokenizer_for, with_end_of_text
+from tamis.data.tokenizer import TokenIds, Tokenizer, id_dtype, tokenizer_for, with_end_of_text
 
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 CHUNK_BYTES = 256 * 1024  # text handed to a thread at a time
@@ -100,7 +101,10 @@ def _prepare(
     meter = _Meter(manifest, len(order.source.names), report)
     pair = ShardPair(folder, manifest)
     chunks = _chunks(order, manifest, min(CHUNK_BYTES, shard_tokens))
-    for chunk, encoded in _encoded(chunks, tokenizer_for(manifest.tokenizer), workers):
+    tokenizer = tokenizer_for(config.data.tokenizer)
+    if tokenizer.file:
+        shutil.copyfile(tokenizer.file, folder / manifest.tokenizer)
+    for chunk, encoded in _encoded(chunks, tokenizer, workers):
         pair.append(encoded)
         meter.count(encoded, chunk.reached.next_file)
         if pair.tokens >= shard_tokens:
@@ -117,12 +121,15 @@ def _prepare(
 def _begun_manifest(config: Config, order: DocumentOrder, folder: Path) -> Manifest:
     """The manifest of an earlier call, or a new one; shards of another source are refused."""
     data = config.data
+    tokenizer = tokenizer_for(data.tokenizer)
     what = [order.source.identity, data.text_column, data.val_fraction]
     source = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     if not (folder / MANIFEST).exists():
-        return Manifest(data.tokenizer, _origin(data), source, data.val_fraction)
+        return Manifest(
+            tokenizer.name, _origin(data), source, data.val_fraction, id_dtype(tokenizer.vocab_size).__name__
+        )
     manifest = read_shard_manifest(folder)
-    if (manifest.source, manifest.tokenizer) != (source, data.tokenizer):
+    if (manifest.source, manifest.tokenizer) != (source, tokenizer.name):
         raise DataError(f"{folder} holds shards of another source, split or tokenizer: choose another folder")
     return manifest
 
@@ -208,7 +215,7 @@ class ShardPair:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         number = sum(shard.split == "train" for shard in manifest.shards)
         self._folder, self._manifest = folder, manifest
-        self._writers = {split: _ShardWriter(folder, split, number) for split in ("train", "val")}
+        self._writers = {split: _ShardWriter(folder, split, number, manifest.dtype) for split in ("train", "val")}
 
     @property
     def tokens(self) -> int:
@@ -229,15 +236,16 @@ class ShardPair:
 
 
 class _ShardWriter:
-    def __init__(self, folder: Path, split: Split, number: int) -> None:
+    def __init__(self, folder: Path, split: Split, number: int, dtype: str) -> None:
         self.split, self.tokens, self.documents = split, 0, 0
+        self._dtype = LITTLE_ENDIAN[dtype]
         self._path = folder / f"{split}-{number:05d}.bin"
         self._temporary = self._path.with_suffix(".tmp")
         self._file = self._temporary.open("wb")
         self._digest = hashlib.sha256()
 
     def append(self, ids: TokenIds) -> None:
-        content = ids.astype("<u2", copy=False).tobytes()
+        content = ids.astype(self._dtype, copy=False).tobytes()
         self._file.write(content)
         self._digest.update(content)
         self.tokens += len(ids)

@@ -1,4 +1,4 @@
-"""Token shards: memory-mapped uint16 files with a manifest, read as one long row of tokens.
+"""Token shards: memory-mapped uint16 files (uint32 above 65,536 tokens) with a manifest, read as one long row.
 
 Sample i of a pass is a fixed stretch of that row. Each pass visits all samples in its own shuffled order, so a position
 is the number of samples used.
@@ -16,16 +16,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tamis.config import Config
+from tamis.config import VOCABULARY, Config
 from tamis.data.checksums import ChecksumThread, file_sha256
 from tamis.data.errors import DataError, end_of_data
 from tamis.data.order import shuffled
-from tamis.data.tokenizer import TokenIds
+from tamis.data.tokenizer import TokenIds, tokenizer_for
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 64 * 2**20
 FORMAT = 1
 Split = Literal["train", "val"]
+LITTLE_ENDIAN: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Manifest:
     bad_records: int = 0
     empty_documents: int = 0
     shards: list[Shard] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in LITTLE_ENDIAN:
+            raise ValueError(f"its dtype {self.dtype!r} is none of {', '.join(LITTLE_ENDIAN)}")
 
     def count(self, what: Literal["tokens", "documents"], split: Split) -> int:
         return sum(getattr(shard, what) for shard in self.shards if shard.split == split)
@@ -108,7 +113,7 @@ class TokenRow:
     def __init__(self, folder: Path, manifest: Manifest, split: Split, vocab_size: int) -> None:
         shards = [shard for shard in manifest.shards if shard.split == split and shard.tokens]
         self._paths, self._vocab_size = [folder / shard.file for shard in shards], vocab_size
-        self._maps = [_mapped(folder, shard) for shard in shards]
+        self._maps = [_mapped(folder, shard, manifest.dtype) for shard in shards]
         self._ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -188,9 +193,15 @@ def open_folder(config: Config) -> tuple[Path, Manifest]:
         raise DataError(
             f"{folder} is not finished: run the same `tamis data prepare` again, it continues where it stopped"
         )
-    if manifest.tokenizer != config.data.tokenizer:
-        raise DataError(f"{folder} holds {manifest.tokenizer} tokens: set data.tokenizer to {manifest.tokenizer}")
+    if manifest.tokenizer != tokenizer_for(config.data.tokenizer).name:
+        own = tokenizer_of_shards(folder, manifest)
+        raise DataError(f"{folder} holds {manifest.tokenizer} tokens: set data.tokenizer to {own}")
     return folder, manifest
+
+
+def tokenizer_of_shards(folder: Path, manifest: Manifest) -> str:
+    """The `data.tokenizer` of a folder: a built-in name, or the file kept in it."""
+    return manifest.tokenizer if manifest.tokenizer in VOCABULARY else str(folder / manifest.tokenizer)
 
 
 def held_out_stretches(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
@@ -208,10 +219,10 @@ def damaged_shards(folder: Path) -> list[str]:
     ]
 
 
-def _mapped(folder: Path, shard: Shard) -> TokenIds:
+def _mapped(folder: Path, shard: Shard, dtype: str) -> TokenIds:
     path = folder / shard.file
     try:
-        tokens = np.memmap(path, np.dtype("<u2"), "r")
+        tokens = np.memmap(path, LITTLE_ENDIAN[dtype], "r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): prepare the data again") from error
     if len(tokens) != shard.tokens:

@@ -74,14 +74,15 @@ class Deal:
     loads: list[int]  # bytes dealt to each lane so far
 
 
-BYTES_PER_TOKEN = {"byte": 1, "gpt2": 4}  # of English text, about
+BYTES_PER_TOKEN = 4  # of English text in byte pairs, about
 
 
 def _tokens_per_pass(config: Config, source: Source) -> int | None:
     """Estimate the training tokens from the sizes of text files; None for compressed files and streams."""
     if not source.sizes or any(name.endswith((*PARQUET, *COMPRESSED)) for name in source.names):
         return None
-    return int(sum(source.sizes) * (1 - config.data.val_fraction)) // BYTES_PER_TOKEN[config.data.tokenizer]
+    size = int(sum(source.sizes) * (1 - config.data.val_fraction))
+    return size if config.data.tokenizer == "byte" else size // BYTES_PER_TOKEN
 
 
 class StreamSamples:
@@ -204,5 +205,6 @@ def held_out_tokens(config: Config, source: Source) -> Iterator[TokenIds]:
 
 def _fingerprint(config: Config, source: Source) -> str:
     data = config.data
-    what = [source.identity, data.tokenizer, data.text_column, data.val_fraction, data.lanes, config.train.seed]
+    tokenizer, seed = tokenizer_for(data.tokenizer).name, config.train.seed
+    what = [source.identity, tokenizer, data.text_column, data.val_fraction, data.lanes, seed]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

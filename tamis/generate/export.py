@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tamis.data.tokenizer import END_OF_TEXT, Tokenizer
-from tamis.generate.load import EXPORTED_CONFIG, EXPORTED_WEIGHTS, LoadedModel, load_model
+from tamis.data.tokenizer import END_OF_TEXT, TiktokenTokenizer, Tokenizer, byte_letters
+from tamis.generate.load import EXPORTED_CONFIG, EXPORTED_TOKENIZER, EXPORTED_WEIGHTS, LoadedModel, load_model
 
 MODELLING_FILE = Path(__file__).with_name("modeling_tamis.py")
 
@@ -61,24 +61,72 @@ def _describe(loaded: LoadedModel, precision: str) -> dict[str, Any]:
         "tamis": {
             "model": config.model.model_dump(),
             "nsa": config.nsa.model_dump(),
-            "data": {"tokenizer": config.data.tokenizer},
+            "data": {
+                "tokenizer": EXPORTED_TOKENIZER if loaded.tokenizer.file else config.data.tokenizer,
+                "vocab_size": config.data.vocab_size,
+            },
             "train": {"seq_len": config.train.seq_len},
         },
     }
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_len: int) -> None:
-    """Write either vocabulary as byte-level BPE files; the byte vocabulary has no merges."""
-    tokens = [tokenizer.to_bytes([i]) for i in range(tokenizer.eot)]
-    spell = _byte_letters()
-    vocabulary = {"".join(spell[b] for b in token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot}
-    merges = [" ".join("".join(spell[b] for b in part) for part in pair) for pair in _merges(tokens)]
+    """Write a built-in vocabulary as byte-level BPE files (bytes have no merges), a file as tokenizer.json."""
+    if tokenizer.file is not None:
+        return _write_own_tokenizer(folder, tokenizer, tokenizer.file, max_len)
+    vocabulary, pairs = _byte_level(tokenizer)
+    vocabulary[END_OF_TEXT] = tokenizer.eot
+    merges = [" ".join(pair) for pair in pairs]
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
     special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "unk")}
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_len, "add_prefix_space": False, **special}
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", special)
+
+
+def _byte_level(tokenizer: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary and merges of byte pairs, spelled in the letters of byte-level BPE files."""
+    tokens = [tokenizer.to_bytes([i]) for i in range(tokenizer.eot)]
+    letters = byte_letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[b] for b in token)
+
+    vocabulary = {spell(token): i for i, token in enumerate(tokens)}
+    return vocabulary, [(spell(first), spell(second)) for first, second in _merges(tokens)]
+
+
+def _write_own_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, max_len: int) -> None:
+    """Write tokenizer.json from a file of the user's own; end-of-text is added where the file has none."""
+    tree = _tree_of_ranks(tokenizer) if isinstance(tokenizer, TiktokenTokenizer) else json.loads(file.read_bytes())
+    added = tree.setdefault("added_tokens", [])
+    if not any(token["id"] == tokenizer.eot for token in added):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        is_taken = any(token["content"] == END_OF_TEXT for token in added)
+        content = "<|endofdocument|>" if is_taken else END_OF_TEXT
+        added.append({"id": tokenizer.eot, "content": content, "special": True, **flags})
+    end = next(token["content"] for token in added if token["id"] == tokenizer.eot)
+    _write_json(folder / EXPORTED_TOKENIZER, tree)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, "eos_token": end}
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _tree_of_ranks(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """The content of a tokenizer.json with the byte pairs and the pattern of tiktoken ranks."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as HubTokenizer
+
+    vocabulary, merges = _byte_level(tokenizer)
+    hub = HubTokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    hub.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(tokenizer.pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    hub.decoder = decoders.ByteLevel()
+    return dict(json.loads(hub.to_str()))
 
 
 def _merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -100,13 +148,6 @@ def _split(token: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
         assert rank < limit, f"{token!r} cannot be made from earlier tokens"
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
-
-
-def _byte_letters() -> list[str]:
-    """Return a printable letter for every byte, as byte-level BPE files do: itself, or the next unused from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in printable]
-    return [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

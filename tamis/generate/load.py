@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from tamis.attention.layer import NSAAttention
 from tamis.attention.verify import require_decode
-from tamis.config import Config, build_config
+from tamis.config import VOCABULARY, Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import DTYPES, Decoder
 from tamis.run.files import manifest as checkpoints
 from tamis.run.files.directory import RunDirectory
 
-EXPORTED_WEIGHTS, EXPORTED_CONFIG = "model.safetensors", "config.json"
+EXPORTED_WEIGHTS, EXPORTED_CONFIG, EXPORTED_TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
 
 
@@ -74,7 +74,15 @@ def load_model(
     _fill(model, weights, source)
     target = device_for(device)
     to_inference(model, target, precision_for(target, precision))
-    return LoadedModel(model, config, tokenizer_for(config.data.tokenizer), step, source)
+    return LoadedModel(model, config, _tokenizer_of(config, source), step, source)
+
+
+def _tokenizer_of(config: Config, source: Path) -> Tokenizer:
+    """The tokenizer that the run or the export keeps next to the weights; else the one that the config names."""
+    folder = source if (source / EXPORTED_CONFIG).exists() else source.parent
+    kept = sorted(folder.glob("tokenizer-*")) + sorted(folder.glob(EXPORTED_TOKENIZER))
+    is_built_in = config.data.tokenizer in VOCABULARY
+    return tokenizer_for(config.data.tokenizer if is_built_in or not kept else str(kept[0]))
 
 
 def to_inference(model: Decoder, device: torch.device, dtype: torch.dtype) -> None:

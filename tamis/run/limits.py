@@ -99,5 +99,5 @@ def limits_for(config: Config) -> Limits:
     elif config.data.dataset == "synthetic":
         loss_floor = random_token_floor(config)
     else:
-        loss_floor = PLAUSIBLE_LOSS[config.data.tokenizer]
+        loss_floor = PLAUSIBLE_LOSS.get(config.data.tokenizer, PLAUSIBLE_LOSS["gpt2"])
     return Limits(loss_floor=loss_floor, fetch_s=config.data.loader_timeout_s + 60)

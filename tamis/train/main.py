@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ from tamis.attention.functional import describe
 from tamis.checkpoint.file import require_same_model, saved_config
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import flops_per_token, parameter_count, require_memory
-from tamis.data import DataError, EndOfData
+from tamis.data import DataError, EndOfData, tokenizer_for
 from tamis.model import DTYPES
 from tamis.run.files.console import discard_unwritable_output, say, write
 from tamis.run.files.directory import DirectoryReplaced, RunDirectory
@@ -195,6 +196,8 @@ def _train(trainer: Trainer, resume: str | None, started: float) -> int:
     trainer.open(ranks.gather(chosen)[0])
     if ranks.is_main:  # only now: a refused start leaves the records of the run before as they were
         write_text_atomic(trainer.run.config_yaml, trainer.config.to_yaml())
+        if (tokenizer := tokenizer_for(trainer.config.data.tokenizer)).file:
+            shutil.copyfile(tokenizer.file, trainer.run.path / tokenizer.name)
         write_json_atomic(trainer.run.env_json, describe_environment(read_gpus()))
     code = trainer.train()
     if trainer.ranks.is_main:

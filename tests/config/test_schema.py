@@ -34,9 +34,14 @@ def field_of(dotted: str) -> FieldInfo:
     return type(getattr(Config(), section)).model_fields[key]
 
 
+TIED = {"data.tokenizer": "byte", "data.vocab_size": 50257}  # the values that fit the other defaults
+
+
 def another_value(dotted: str) -> Any:
     """A valid value that differs from the default."""
     section, key = dotted.split(".")
+    if dotted in TIED:
+        return TIED[dotted]
     value = getattr(getattr(Config(), section), key)
     options = typing.get_args(field_of(dotted).annotation)
     choices = [word for option in options for word in (option, *typing.get_args(option)) if isinstance(word, str)]

@@ -1,5 +1,6 @@
 """Preparing shards: the same bytes for any number of threads and after any kill; damaged shards are refused."""
 
+import base64
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from tamis.config import Config
 from tamis.data import DataError, checksums, open_loader, tokenizer_for, validation_batches
 from tamis.data.opening import open_samples
 from tamis.data.prepare import PrepareProgress, prepare
-from tamis.data.shards import damaged_shards, read_shard_manifest
+from tamis.data.shards import damaged_shards, read_shard_manifest, tokenizer_of_shards
+from tamis.data.tokenizer import GPT2_RANKS
 from tests.data.conftest import config_of, documents, write_corpus
 
 SHARD_TOKENS = 3000
@@ -183,6 +185,21 @@ def test_a_manifest_that_cannot_be_understood_is_an_error_that_names_it(tmp_path
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(DataError, match=r"manifest\.json"):
         open_loader(shards(tmp_path))
+
+
+def test_shards_keep_a_tokenizer_of_ones_own_and_its_wide_ids(tmp_path, corpus):
+    ranks = [*GPT2_RANKS.read_bytes().splitlines()[:256], base64.b64encode(b"ab") + b" 70000"]
+    (own := tmp_path / "own.tiktoken").write_bytes(b"\n".join(ranks))
+    folder = tmp_path / "out"
+    made = prepare(local(corpus, data_tokenizer=str(own)), folder)
+    own.unlink()
+    assert made.dtype == "uint32"
+    kept = tokenizer_of_shards(folder, made)
+    with pytest.raises(DataError, match=f"set data.tokenizer to {kept}"):
+        open_loader(shards(folder, data_tokenizer="gpt2"))
+    tokens = open_loader(shards(folder, data_tokenizer=kept, train_batch_size=20)).next().tokens
+    assert tokens.max() == 70_001
+    assert "ab" in tokenizer_for(kept).decode(tokens.ravel().tolist())
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path, corpus):

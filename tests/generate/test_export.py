@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 
-from tamis.data.tokenizer import tokenizer_for
-from tamis.generate.export import _byte_letters, _merges, _write_tokenizer, export_command
+from tamis.config import load_config
+from tamis.data.tokenizer import byte_letters, tokenizer_for
+from tamis.generate.export import _merges, _write_tokenizer, export_command
 from tamis.generate.load import load_model
+from tamis.model import Decoder
+from tests.data.test_tokenizer import write_tokenizer
 from tests.generate.test_load import save
 from tests.generate.test_sample import PROMPT, small_model
 
@@ -54,7 +57,7 @@ def test_a_folder_that_export_did_not_write_is_refused(exported: Path) -> None:
 
 
 def test_every_byte_has_its_own_printable_letter() -> None:
-    letters = _byte_letters()
+    letters = byte_letters()
     assert len(set(letters)) == 256
     assert letters[ord("A")] == "A"
     assert letters[ord(" ")] == "Ġ"
@@ -81,6 +84,29 @@ def test_transformers_reads_the_exported_gpt2_tokenizer(gpt2_folder: Path, text:
     assert ids == ours.encode(text).tolist()
     assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.eot
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "tiktoken"])
+def test_transformers_reads_a_tokenizer_of_ones_own(tmp_path: Path, kind: str) -> None:
+    file = write_tokenizer(tmp_path / ("own.tiktoken" if kind == "tiktoken" else "tokenizer.json"), kind)
+    ours = tokenizer_for(str(file))
+    (folder := tmp_path / "exported").mkdir()
+    _write_tokenizer(folder, ours, 1024)
+    theirs, text = transformers.AutoTokenizer.from_pretrained(folder), "the lazy 数 dog"
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.eos_token_id == ours.eot
+
+
+def test_the_tokenizer_next_to_a_checkpoint_is_used(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path / "own.tiktoken", "tiktoken")
+    config = load_config(None, [f"data.tokenizer={file}", "model.dim=64", "model.n_layers=1", "model.d_ff=64"])
+    tokenizer = tokenizer_for(str(file))
+    checkpoint = save(tmp_path / "run", Decoder(config))
+    file.rename(checkpoint.parent / tokenizer.name)
+    assert load_model(checkpoint, device="cpu").tokenizer.name == tokenizer.name
+    folder = export_command(checkpoint, tmp_path / "folder")
+    loaded = load_model(folder, device="cpu")
+    assert loaded.tokenizer.encode("a dog").tolist() == tokenizer.encode("a dog").tolist()
 
 
 def test_transformers_loads_it_with_equal_logits_and_generates(exported: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tamis.config import Config, ConfigError, read_yaml
+from tamis.config import VOCABULARY, Config, ConfigError, read_yaml
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
 from tamis.run.files.records import TRAINING_HEADER, CsvLog
@@ -21,6 +21,7 @@ IDENTITY_SECTIONS = ("model", "nsa")
 IDENTITY_KEYS = (
     "data.dataset",
     "data.tokenizer",
+    "data.vocab_size",
     "data.local_path",
     "data.hub_name",
     "data.hub_subset",
@@ -101,13 +102,16 @@ def record_changes(events: EventLog, changes: list[ConfigChange], step: int) -> 
 
 
 def _is_same_data(key: str, old: Any, new: Any) -> bool:
-    """True if a data folder only moved: the old path is gone, is the same place, or has the same shard manifest."""
-    if key != "data.local_path" or not isinstance(old, str) or not isinstance(new, str):
+    """True if data or a tokenizer only moved: the old path is gone, is the same place, or has the same content."""
+    movable = key == "data.local_path" or (key == "data.tokenizer" and not {old, new} & VOCABULARY.keys())
+    if not movable or not isinstance(old, str) or not isinstance(new, str):
         return False
     before, after = Path(old), Path(new)
     try:
         if not before.exists() or before.samefile(after):
             return True
+        if before.is_file():
+            return before.read_bytes() == after.read_bytes()
         return (before / "manifest.json").read_bytes() == (after / "manifest.json").read_bytes()
     except OSError:
         return False
