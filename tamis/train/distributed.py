@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,8 +23,8 @@ from tamis.data import DataError, EndOfData
 from tamis.run.files.directory import DirectoryReplaced
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint
+from tamis.train.network import group_store, require_private_address
 
-PUBLIC_NETWORK_VARIABLE = "TAMIS_PUBLIC_NETWORK"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 WIRE_DTYPE = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of gradients between ranks
 
@@ -112,30 +110,14 @@ def join(config: Config) -> Iterator[Ranks]:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
-        require_private_network(os.environ)
-        dist.init_process_group(_process_backend(device, world_size), timeout=COLLECTIVE_TIMEOUT)
+        if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
+            require_private_address(os.environ.get("MASTER_ADDR", "localhost"))
+        backend, store = _process_backend(device, world_size), group_store(os.environ, COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     yield Ranks(rank, world_size, device)
     # Not after an error: leaving in order may wait for a peer that is gone.
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def require_private_network(environment: Mapping[str, str]) -> None:
-    """Refuse several machines that meet at a public address: the store trusts everyone who reaches its port."""
-    several = environment.get("WORLD_SIZE", "1") != environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE"))
-    if not several or environment.get(PUBLIC_NETWORK_VARIABLE) == "1":
-        return
-    name = environment.get("MASTER_ADDR", "localhost")
-    try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    except OSError:
-        return  # the process group gives the reason
-    if public := [address for address in sorted(addresses) if ip_address(address.partition("%")[0]).is_global]:
-        raise ConfigError(
-            f"the machines meet at {name} ({public[0]}), a public address, and everyone who reaches that port can run "
-            "code here: use a private network or a VPN (docs/multi-node.md), or set "
-            f"{PUBLIC_NETWORK_VARIABLE}=1 where a firewall admits these machines alone"
-        )
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:

@@ -1,22 +1,53 @@
 """The real trainer under torchrun and the supervisor: stacks on request, a killed rank, a stop of everything."""
 
+import base64
 import os
+import pickle
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from tests.faults.forking_trainer import tiny_real_config
 from tests.faults.launched import Launched
 from tests.faults.test_real_trainer import assert_same_end
+from tests.train.processes import listening_addresses
 
 STEPS = 120  # so many that none of them is done while it is looked for
 
 
+class Payload:
+    """Unpickling it creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+def attack(port: int, file: Path) -> None:
+    """Put code where torchrun's own rendezvous unpickles it; no credential is needed."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store.set("torch.rendezvous.none", base64.b64encode(pickle.dumps(Payload(file))).decode())
+
+
 class LaunchedForReal(Launched):
     listening: set[str]
+    attacked: list[int]
+
+    def attack_stores(self) -> None:
+        """Attack every port on which the agent of torchrun listens."""
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        [agent] = [process for process in processes if "tamis.train.tools.torchrun" in process.cmdline()]
+        self.attacked = [socket.laddr.port for socket in agent.net_connections() if socket.status == "LISTEN"]
+        for port in self.attacked:
+            attack(port, self.run.path / "code_ran")
 
     def found_by_operators(self) -> list[psutil.Process]:
         """What `pgrep -f scripts/train_showcase.py` gives among the supervisor's descendants."""
@@ -40,23 +71,30 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
 @pytest.fixture(scope="module")
 def asked_for_stacks(two_ranks, tmp_path_factory) -> LaunchedForReal:
-    """A whole run in which everything an operator finds gets USR1 once."""
+    """A whole run whose store is attacked, and in which everything an operator finds gets USR1 once."""
     launched = two_ranks(tmp_path_factory.mktemp("unbroken"))
     launched.until_step(5)
     launched.listening = listening_addresses(psutil.Process(launched.process.pid))
+    launched.attack_stores()
     for process in launched.found_by_operators():
         process.send_signal(signal.SIGUSR1)
     assert launched.wait(200) == 0, launched.told()
     return launched
 
 
-def listening_addresses(parent: psutil.Process) -> set[str]:
-    sockets = [s for process in (parent, *parent.children(recursive=True)) for s in process.net_connections()]
-    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
-
-
 def test_nothing_of_a_run_on_one_machine_can_be_reached_from_another(asked_for_stacks) -> None:
     assert asked_for_stacks.listening == {"127.0.0.1"}
+
+
+def test_code_in_the_store_of_a_run_is_never_unpickled(asked_for_stacks, tmp_path) -> None:
+    assert len(asked_for_stacks.attacked) == 1
+    assert not (asked_for_stacks.run.path / "code_ran").exists()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    attack(store.port, tmp_path / "code_ran")
+    state = C10dRendezvousBackend(store, "none").get_state()
+    assert state is not None
+    pickle.loads(state[0]).close()  # noqa: S301 (as torch's rendezvous does)
+    assert (tmp_path / "code_ran").exists(), "the attack is a real one"
 
 
 def test_usr1_gives_the_stacks_of_every_rank_and_training_continues(asked_for_stacks) -> None:

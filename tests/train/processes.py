@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -128,6 +129,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def listening_addresses(parent: psutil.Process) -> set[str]:
+    sockets = [s for process in (parent, *parent.children(recursive=True)) for s in process.net_connections()]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -6,23 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tamis.config import ConfigError
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.train.distributed import require_private_network
-from tests.train.processes import WAIT_S, free_port, tiny_config, wait_until
+from tamis.train.network import require_private_address
+from tamis.train.tools import torchrun
+from tests.train.processes import WAIT_S, free_port, listening_addresses, tiny_config, wait_until
+
+ENDPOINT = "127.0.0.2"  # on the loopback interface, and not the address that a name resolves to
 
 
 def machine(config_yaml: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     """What an operator types on each machine (docs/multi-node.md), here with one process per machine."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *rendezvous]
+    rendezvous = [f"--rdzv-endpoint={ENDPOINT}:{port}", "--rdzv-id=test"]
+    torchrun = [sys.executable, "-m", "tamis.train.tools.torchrun", "--nnodes=2", "--nproc-per-node=1", *rendezvous]
     worker = ["-m", "tamis.train.main", "--config", str(config_yaml), "--resume", "auto"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted workers find addresses of dead ones
     with log.open("wb") as file:
         return subprocess.Popen([*torchrun, "--max-restarts=5", *worker], stdout=file, stderr=file, env=environment)
 
@@ -46,6 +49,8 @@ def test_a_killed_worker_is_restarted_on_both_machines_and_a_halt_is_final(tmp_p
     machines = [machine(config_yaml, port, log) for log in logs]
     try:
         wait_until(lambda: reached(run, 25), "both machines train")
+        listening = [listening_addresses(psutil.Process(process.pid)) for process in machines]
+        assert ENDPOINT in set.union(*listening) <= {ENDPOINT, "127.0.0.1"}, "no store listens on every interface"
         victim = last_beat(run, 1)
         assert victim is not None
         os.kill(victim.pid, signal.SIGKILL)
@@ -73,15 +78,21 @@ def started_again(run: RunDirectory) -> bool:
     return len(boots) > 1 and any(beat.phase == "step_end" for beat in beats[boots[-1] :])
 
 
-def test_machines_that_meet_at_a_public_address_are_refused_unless_the_operator_allows_it() -> None:
-    several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "8.8.8.8"}
+def test_machines_that_meet_at_a_public_address_are_refused_unless_the_operator_allows_it(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"8\.8\.8\.8.*a public address.*TAMIS_PUBLIC_NETWORK=1"):
-        require_private_network(several)
-    for allowed in (
-        several | {"TAMIS_PUBLIC_NETWORK": "1"},
-        several | {"MASTER_ADDR": "10.0.0.7"},
-        several | {"MASTER_ADDR": "127.0.0.1"},
-        several | {"LOCAL_WORLD_SIZE": "2"},  # one machine
-        several | {"MASTER_ADDR": "no-such-host.invalid"},
-    ):
-        require_private_network(allowed)
+        require_private_address("8.8.8.8")
+    for private in ("10.0.0.7", "127.0.0.1", "fd00::7", "no-such-host.invalid"):
+        require_private_address(private)
+    monkeypatch.setenv("TAMIS_PUBLIC_NETWORK", "1")
+    require_private_address("8.8.8.8")
+
+
+def test_torchrun_for_several_machines_refuses_an_endpoint_that_is_public_or_leads_nowhere(capfd) -> None:
+    for endpoint, words in {
+        "--rdzv_endpoint=8.8.8.8:29400": "a public address",
+        "--rdzv_endpoint=localhost:29400": "which no other machine reaches",
+        "--rdzv_endpoint=no-such-host.invalid": "has no address here",
+        "--max_restarts=1": "several machines need --rdzv_endpoint=ADDRESS:PORT",
+    }.items():
+        assert torchrun.main(["--nnodes=2", endpoint, "-m", "tamis.train.main"]) == 2
+        assert words in capfd.readouterr().err

@@ -1,16 +1,17 @@
-"""torchrun for one machine: its store listens on the loopback interface alone, and its last words are short.
+"""torchrun whose stores listen on one address: loopback for one machine, the endpoint's network for several.
 
-`torchrun --standalone` listens on every interface and unpickles what a client puts into its store, so anyone who
-reaches the port runs code. Here the rendezvous needs no pickle, and store and collectives stay on 127.0.0.1.
+`torchrun` itself listens on every interface and unpickles what a client puts into its store, so anyone who reaches the
+port runs code. On one machine the rendezvous here needs no pickle, and store and collectives stay on 127.0.0.1. Between
+machines it is torch's own, and only the private network that the endpoint names reaches it.
 
 python -m tamis.train.tools.torchrun --nproc_per_node 2 -m tamis.train.main --config OUT/config.yaml
+python -m tamis.train.tools.torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint 10.0.0.1:29400 -m tamis.train.main …
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from datetime import timedelta
 
@@ -23,16 +24,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args
 
+from tamis.config import ConfigError
 from tamis.run.files.console import say
 from tamis.run.files.exit_codes import ExitCode
+from tamis.train.network import bind_collectives, meeting_address, meeting_store, own_address, served_store
 
-BACKEND = "loopback"
+ONE_MACHINE, SEVERAL_MACHINES = "loopback", "one_address"  # names of the rendezvous backends
 LOOPBACK = "127.0.0.1"
-TIMEOUT_S = 600
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of the collectives' own sockets
+PORT = 29400  # torch's default
+TIMEOUT = timedelta(minutes=10)
 REQUESTED = (ExitCode.HALTED, ExitCode.PREEMPTED)
 
 
@@ -40,38 +47,68 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """The rendezvous of one agent with itself; the store takes a free port of the loopback interface."""
 
     def __init__(self, run_id: str) -> None:
-        super().__init__(LOOPBACK, 0, 0, 1, run_id, TIMEOUT_S)
+        super().__init__(LOOPBACK, 0, 0, 1, run_id, TIMEOUT.seconds)
 
     def get_backend(self) -> str:
-        return BACKEND
+        return ONE_MACHINE
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
-            listener = socket.create_server((LOOPBACK, 0))
-            self.master_port = listener.getsockname()[1]
-            self._store = TCPStore(
-                LOOPBACK,
-                self.master_port,
-                1,
-                True,
-                timedelta(seconds=TIMEOUT_S),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+            self._store = store = served_store(LOOPBACK, 0, TIMEOUT)
+            self.master_port = store.port
         return super().next_rendezvous()
 
 
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+class OneAddressRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous of several machines; its stores listen on one address."""
+
+    def get_backend(self) -> str:
+        return SEVERAL_MACHINES
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return served_store(master_addr, master_port, TIMEOUT)
+
+
+def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
     return LoopbackRendezvous(parameters.run_id)
 
 
+def _several_machines(parameters: RendezvousParameters) -> RendezvousHandler:
+    name, port = parse_rendezvous_endpoint(parameters.endpoint, PORT)
+    store = meeting_store(meeting_address(name), port, TIMEOUT)
+    backend = C10dRendezvousBackend(store, parameters.run_id)
+    return OneAddressRendezvous.from_backend(
+        parameters.run_id, store, backend, parameters.min_nodes, parameters.max_nodes, parameters.local_addr
+    )
+
+
+def _settings(arguments: list[str]) -> list[str]:
+    """torchrun's arguments for one machine or several, and the interface of the collectives."""
+    options = parse_args(arguments)
+    if int(options.nnodes.rpartition(":")[2]) == 1:
+        bind_collectives(LOOPBACK)
+        return ["--rdzv_backend", ONE_MACHINE, "--rdzv_endpoint", LOOPBACK, *arguments]
+    if not options.rdzv_endpoint or options.rdzv_backend == "c10d":
+        raise ConfigError(
+            "several machines need --rdzv_endpoint=ADDRESS:PORT, the address of one of them in their private network, "
+            "and no --rdzv_backend (docs/multi-node.md)"
+        )
+    own = options.local_addr or own_address(meeting_address(parse_rendezvous_endpoint(options.rdzv_endpoint, PORT)[0]))
+    bind_collectives(own)
+    # A shared store would lead restarted workers to addresses of dead ones.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return ["--rdzv_backend", SEVERAL_MACHINES, "--local_addr", own, *arguments]
+
+
 def main(arguments: list[str]) -> int:
-    for name in INTERFACE_VARIABLES:
-        os.environ.setdefault(name, "lo")
-    rendezvous_handler_registry.register(BACKEND, _handler)
+    rendezvous_handler_registry.register(ONE_MACHINE, _one_machine)
+    rendezvous_handler_registry.register(SEVERAL_MACHINES, _several_machines)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `main` reports failures itself
     try:
-        torchrun(["--rdzv_backend", BACKEND, "--rdzv_endpoint", LOOPBACK, *arguments])
+        torchrun(_settings(arguments))
+    except ConfigError as error:
+        say(f"error: {error}", sys.stderr)
+        return ExitCode.USAGE
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if not codes <= set(REQUESTED):
