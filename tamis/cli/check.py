@@ -23,6 +23,7 @@ from tamis.cli.common import (
 )
 from tamis.config import ConfigError, load_config
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.hardware import read_gpus
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
@@ -53,7 +54,8 @@ def check(
     """
     from tamis.run.checks.preflight import run_preflight
 
-    raise typer.Exit(run_preflight(resolve_for_this_machine(words), quick=quick))
+    config = resolve_for_this_machine(words).with_steps(max(1, len(read_gpus())))
+    raise typer.Exit(run_preflight(config, quick=quick))
 
 
 @verb()

@@ -29,6 +29,7 @@ OTHER_NAMES = {  # what other trainers call our keys
     "max_iters": "train.steps",
     "max_seq_len": "train.seq_len",
     "max_steps": "train.steps",
+    "max_tokens": "train.tokens",
     "n_embd": "model.dim",
     "n_layer": "model.n_layers",
     "num_layers": "model.n_layers",

@@ -175,6 +175,9 @@ class Train(Section):
     """The training run and what it writes."""
 
     steps: int = _count(50000, "Optimizer steps.")
+    tokens: float | None = _key(
+        None, "Tokens to train on, which give the steps when a run starts; null: `steps` counts.", gt=0, le=1e16
+    )
     seq_len: int = _count(2048, "Tokens per sequence.", most=MOST_TOKENS)
     batch_size: int = _count(1, "Micro-batch per GPU, in sequences.", most=2**20)
     accumulate_grad_batches: int = _count(1, "Micro-batches per optimizer step.", most=2**20)
@@ -242,6 +245,13 @@ class Config(Section):
 
     def tokens_per_step(self, world_size: int) -> int:
         return self.train.batch_size * self.train.accumulate_grad_batches * self.train.seq_len * world_size
+
+    def with_steps(self, world_size: int) -> Config:
+        """The same run in steps if it is given in tokens; the last step may exceed them by less than one step."""
+        if self.train.tokens is None:
+            return self
+        steps = min(MOST_STEPS, math.ceil(self.train.tokens / self.tokens_per_step(world_size)))
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "tokens": None})})
 
     @property
     def hash(self) -> str:

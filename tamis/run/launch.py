@@ -66,7 +66,7 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     plan = launch_plan(gpus, config_path=config_path)
     from_variables, effects = variable_overrides(os.environ)
     _apply(plan, effects)
-    config = load_config(plan.config_path, [*from_variables, *overrides])
+    config = load_config(plan.config_path, [*from_variables, *overrides]).with_steps(plan.processes)
     if detach:
         return launch_detached(config, ["run", *([config_path] if config_path else []), *overrides])
     job = Job(config, plan.config_path, plan.processes, gpus, RestartBudget().restarts, time.time())
@@ -98,7 +98,7 @@ def prepare_job(config: Config, config_path: str | None, processes: int | None, 
     plan = launch_plan(gpus, config_path=config_path)
     processes = processes or plan.processes
     _apply(plan, [f"processes: {processes}"])
-    return Job(config, plan.config_path, processes, gpus, restarts, time.time())
+    return Job(config.with_steps(processes), plan.config_path, processes, gpus, restarts, time.time())
 
 
 def _apply(plan: LaunchPlan, effects: Sequence[str]) -> None:

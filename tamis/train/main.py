@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 def train_config(config: Config, resume: str | None = None) -> int:
     """Train `config` in this process, alone or as one of torchrun's ranks; returns the exit code."""
     started = time.time()
+    config = config.with_steps(int(os.environ.get("WORLD_SIZE", 1)))
     _require_usable_gpus(config)
     require_same_run(RunDirectory(config.train.out_dir), config)  # before anything in the directory changes
     if (problem := _problem_with(resume, config)) is not None:

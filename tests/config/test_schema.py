@@ -1,5 +1,6 @@
 """The schema: wrong keys and values are errors that name the key, its values and the nearest known key."""
 
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tamis.config import Config, ConfigError, build_config, known_keys, load_config
 from tamis.config.load import allowed_values
+from tamis.config.size import parameter_count
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -314,7 +316,28 @@ def test_derived_values() -> None:
 
 def test_the_seven_files_of_the_runbooks_are_there() -> None:
     sizes = ["24g", "2xa100_production", "2xa100_production_tuned", "40g", "80g", "fast_log"]
-    assert [path.stem for path in CONFIGS] == [*(f"m7c_125m_{size}" for size in sizes), "train_showcase"]
+    assert {*(f"m7c_125m_{size}" for size in sizes), "train_showcase"} <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("nsa_30m", 30e6), ("nsa_125m_32k", 125e6), ("nsa_350m", 350e6), ("nsa_760m", 760e6)]
+)
+def test_the_files_of_other_sizes_hold_the_model_they_name(name: str, parameters: float) -> None:
+    config = load_config(f"configs/{name}.yaml")
+    assert parameter_count(config) == pytest.approx(parameters, rel=0.02)
+    assert config.model.name == name and config.train.out_dir == f"artifacts/{name}"
+    assert config.train.seq_len == (32768 if "32k" in name else 2048)
+    steps = config.with_steps(world_size=8).train.steps
+    assert config.train.tokens is None or 0 <= steps * config.tokens_per_step(8) - config.train.tokens < 2**21
+
+
+def test_tokens_give_the_steps_of_the_processes_that_train() -> None:
+    config = load_config(None, ["train.tokens=1e6", "train.batch_size=4"])
+    assert config.with_steps(1).train.steps == math.ceil(1e6 / 8192)
+    assert config.with_steps(8).train.steps == math.ceil(1e6 / 65536)
+    assert config.with_steps(8).train.tokens is None
+    assert config.with_steps(8).with_steps(1) == config.with_steps(8)
+    assert "train.tokens is 0" in refusal("train.tokens=0")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

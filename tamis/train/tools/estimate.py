@@ -6,11 +6,13 @@ torchrun --nproc_per_node=2 -m tamis estimate configs/m7c_125m_80g.yaml   # meas
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tamis.config import Config
@@ -22,6 +24,9 @@ from tamis.train.tools.probe import GIB, measure_steps, random_batches
 
 PROBE_STEPS, WARMUP = 8, 3
 SMALL_MICRO_BATCH = 16384  # tokens; with fewer, a large GPU is bound by launches and small matrices
+# Training speed with NSA over that of the dense twin, by sequence length; 125M on one H200, see docs/performance.md.
+NSA_OVER_DENSE = {2048: 0.78, 4096: 0.84, 8192: 1.02, 16384: 1.38, 32768: 2.06, 65536: 3.02}
+SAME_SPEED = 0.05  # a smaller difference decides nothing
 USABLE = 0.85  # share of a GPU's memory that a suggestion may fill
 
 
@@ -88,6 +93,21 @@ def _memory_advice(config: Config, device: torch.device, peak_gib: float | None)
     ]
 
 
+def compared_with_dense(config: Config) -> str:
+    """Which attention trains faster at this length, from the measured lengths around it."""
+    length = config.train.seq_len
+    lengths, ratios = zip(*NSA_OVER_DENSE.items(), strict=True)
+    ratio = float(np.interp(math.log(length), np.log(lengths), ratios))
+    where = f"at {length:,} tokens" if lengths[0] <= length <= lengths[-1] else f"at {length:,} tokens (not measured)"
+    if abs(ratio - 1) < SAME_SPEED:
+        verdict = "NSA and dense are about equally fast"
+    elif ratio > 1:
+        verdict = f"NSA is faster, about {ratio:.1f} times as fast as dense"
+    else:
+        verdict = f"dense is faster, NSA about {ratio:.2f} times as fast; model.attention=dense trains the dense twin"
+    return f"{where} {verdict} (125M on one H200)"
+
+
 def _free_gib(path: Path) -> float:
     existing = next(p for p in (path, *path.resolve().parents) if p.exists())
     return shutil.disk_usage(existing).free / GIB
@@ -95,6 +115,7 @@ def _free_gib(path: Path) -> float:
 
 def run_estimate(config: Config, processes: int = 1, as_json: bool = False) -> int:
     """Measure and print; returns 1 if the checkpoints would not fit on the disk, else 0."""
+    config = config.with_steps(int(os.environ.get("WORLD_SIZE", processes)))
     if "RANK" in os.environ:
         with join(config) as ranks:
             return _print_estimate(estimate_run(config, ranks=ranks), config, ranks.world_size, as_json, ranks.is_main)
@@ -121,6 +142,7 @@ def _lines(e: Estimate, config: Config, processes: int) -> list[str]:
         f"memory      {'-' if e.peak_gib is None else f'{e.peak_gib:.1f} GiB per GPU'}",
         f"tokens      {e.tokens_per_step:,} per step, {e.tokens_planned:,} in all",
         f"time        {duration(e.eta_s)} for {config.train.steps:,} steps, if data and other GPUs keep up",
+        f"attention   {compared_with_dense(config)}",
         f"disk        {e.checkpoint_gib:.2f} GiB per checkpoint, {e.disk_needed_gib:.1f} GiB at most, "
         f"{e.disk_free_gib:.1f} GiB free",
         *(f"warning     {advice}" for advice in e.advice),
