@@ -1,4 +1,4 @@
-"""What the estimate says about NSA and dense attention is what was measured."""
+"""The comparison of NSA with dense attention in the estimate is the one that was measured."""
 
 from __future__ import annotations
 
