@@ -172,6 +172,14 @@ class Cache:
         one.lengths_B, one.positions_B = self.lengths_B[rows], self.positions_B[rows]
         return one
 
+    def copy_from(self, other: Cache, rows_B: Tensor) -> None:
+        """Let sequence `i` continue as sequence `rows_B[i]` of this cache, or of a smaller one of the same layers."""
+        self.lengths_B.copy_(other.lengths_B[rows_B.cpu()])
+        self.positions_B.copy_(other.positions_B[rows_B])
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            for tensor, rows in zip(layer.tensors(), source.tensors(), strict=True):
+                tensor[:, : rows.shape[1]] = rows[rows_B]
+
     def reset(self) -> None:
         """Empty the cache. Kernels load rows beyond the newest with weight 0, so those must be finite."""
         self.lengths_B.zero_()

@@ -1,19 +1,27 @@
-"""`tamis export`: writes a trained model as a Hugging Face folder: weights, configuration, tokenizer, modelling file.
+"""`tamis export`: writes a trained model as a Hugging Face folder: weights, configuration, tokenizer, code, model card.
 
-`transformers` loads it with `trust_remote_code=True`; the only code it runs is the file written here and this package.
+`transformers` loads it with `trust_remote_code=True`. The code is `modeling_tamis.py`, and for machines without this
+package the decoder in plain PyTorch with copies of the modules that specify attention.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 from tamis.data.tokenizer import END_OF_TEXT, TiktokenTokenizer, Tokenizer, byte_letters
 from tamis.generate.load import EXPORTED_CONFIG, EXPORTED_TOKENIZER, EXPORTED_WEIGHTS, LoadedModel, load_model
+from tamis.generate.model_card import model_card
 
-MODELLING_FILE = Path(__file__).with_name("modeling_tamis.py")
+PACKAGE = Path(__file__).parents[1]
+MODELLING_FILE = PACKAGE / "generate" / "modeling_tamis.py"
+CODE = [
+    MODELLING_FILE,
+    PACKAGE / "generate" / "plain_decoder.py",
+    *(PACKAGE / "attention" / f"{name}.py" for name in ("compress", "packing", "reference", "spec")),
+]
 
 
 def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str = "fp32") -> Path:
@@ -24,12 +32,23 @@ def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str
     loaded = load_model(checkpoint, device="cpu", precision=precision)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder, loaded.tokenizer, loaded.model.max_len)
-    shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
-    _write_json(folder / "generation_config.json", {"eos_token_id": loaded.tokenizer.eot, "use_cache": False})
+    _write_code(folder)
+    eot = loaded.tokenizer.eot
+    _write_json(folder / "generation_config.json", {"eos_token_id": eot, "pad_token_id": eot, "use_cache": True})
+    (folder / "README.md").write_text(model_card(loaded, precision), encoding="utf-8")
     _write_json(folder / EXPORTED_CONFIG, _describe(loaded, precision))
     _write_weights(folder, loaded)
     print(f"{folder}: {loaded.config.model.name}, step {loaded.step}, {precision}")
     return folder
+
+
+def _write_code(folder: Path) -> None:
+    """Copy the code; imports among the copies become relative, as `transformers` needs them."""
+    stems = "|".join(path.stem for path in CODE)
+    for path in CODE:
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(rf"^from tamis\.\w+\.({stems}) import", r"from .\1 import", text, flags=re.MULTILINE)
+        (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def _write_weights(folder: Path, loaded: LoadedModel) -> None:
@@ -54,8 +73,9 @@ def _describe(loaded: LoadedModel, precision: str) -> dict[str, Any]:
         "max_position_embeddings": loaded.model.max_len,
         "eos_token_id": loaded.tokenizer.eot,
         "bos_token_id": loaded.tokenizer.eot,
+        "pad_token_id": loaded.tokenizer.eot,
         "tie_word_embeddings": False,  # the embedding is used as the output matrix, there is no second one to tie
-        "use_cache": False,
+        "use_cache": True,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
         "tamis_step": loaded.step,
         "tamis": {
@@ -79,8 +99,9 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_len: int) -> None:
     merges = [" ".join(pair) for pair in pairs]
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
-    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "unk")}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_len, "add_prefix_space": False, **special}
+    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "unk", "pad")}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_len, "add_prefix_space": False}
+    settings |= {"padding_side": "left", **special}  # the next token follows the last one
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", special)
 
@@ -108,7 +129,8 @@ def _write_own_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, max_len
         added.append({"id": tokenizer.eot, "content": content, "special": True, **flags})
     end = next(token["content"] for token in added if token["id"] == tokenizer.eot)
     _write_json(folder / EXPORTED_TOKENIZER, tree)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len, "eos_token": end}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
+    settings |= {"padding_side": "left", "eos_token": end, "pad_token": end}
     _write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -21,7 +21,7 @@ VERBS = {
     "run", "train", "launch", "halt", "restore",
     "list", "status", "logs", "monitor", "judge", "report", "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
-    "generate", "export", "convert", "data prepare", "data check",
+    "generate", "eval", "export", "convert", "data prepare", "data check",
     "profile", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",
     "bench positions",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The exported folder: what it holds, that it gives the same model back, and what `transformers` makes of it."""
+"""The exported folder: what it holds, its tokenizer and model card, and that it gives the same model back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 
-from tamis.config import load_config
+from tamis.config import build_config, load_config
 from tamis.data.tokenizer import byte_letters, tokenizer_for
 from tamis.generate.export import _merges, _write_tokenizer, export_command
 from tamis.generate.load import load_model
 from tamis.model import Decoder
+from tamis.run.files.directory import RunDirectory
 from tests.data.test_tokenizer import write_tokenizer
 from tests.generate.test_load import save
-from tests.generate.test_sample import PROMPT, small_model
+from tests.generate.test_sample import PROMPT, small_config, small_model
 
 
 @pytest.fixture
@@ -54,6 +55,31 @@ def test_a_folder_that_export_did_not_write_is_refused(exported: Path) -> None:
     (exported / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a folder that `tamis export` wrote"):
         load_model(exported, device="cpu")
+
+
+def test_the_model_card_tells_data_tokens_loss_and_evaluation_but_no_path(tmp_path: Path) -> None:
+    tree = small_config().model_dump()
+    tree["data"] |= {"dataset": "local", "local_path": "/secret/place"}
+    checkpoint = save(tmp_path / "run", small_model(), config=build_config(tree))
+    run = RunDirectory(tmp_path / "run")
+    run.val_csv.write_text("step,loss,ppl\n3,9.5,1\n7,3.25,25.8\n")
+    run.metrics_json.write_text('{"steps_done": 7, "tokens_seen": 123456}')
+    task = {"accuracy": 0.25, "standard_error": 0.01}
+    run.eval_json.write_text(json.dumps({"step": 7, "tasks": {"arc|easy": task}, "bits_per_byte": 1.5}))
+    card = (export_command(checkpoint, tmp_path / "folder") / "README.md").read_text()
+    for text in (
+        "library_name: transformers",
+        "local files",
+        "123,456",
+        "3.2500",
+        "arc\\|easy | 0.25 ± 0.01",
+        "1.5000",
+    ):
+        assert text in card
+    assert "secret" not in card
+    run.metrics_json.write_text("[")
+    run.eval_json.write_text('{"step": 7, "tasks": [1]}')
+    assert "123,456" not in (export_command(checkpoint, tmp_path / "again") / "README.md").read_text()
 
 
 def test_every_byte_has_its_own_printable_letter() -> None:
@@ -107,13 +133,6 @@ def test_the_tokenizer_next_to_a_checkpoint_is_used(tmp_path: Path) -> None:
     folder = export_command(checkpoint, tmp_path / "folder")
     loaded = load_model(folder, device="cpu")
     assert loaded.tokenizer.encode("a dog").tolist() == tokenizer.encode("a dog").tolist()
-
-
-def test_transformers_loads_it_with_equal_logits_and_generates(exported: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
-    tokens = torch.tensor([PROMPT])
-    ours = small_model()
-    torch.testing.assert_close(model(tokens).logits, ours.logits(ours(tokens)[0]))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
-    assert tokenizer("né €")["input_ids"] == list("né €".encode())
-    assert model.generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, len(PROMPT) + 5)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert theirs(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, tokenizer.vocab_size)
+    assert str(tmp_path) not in (folder / "README.md").read_text()
