@@ -207,6 +207,9 @@ class Train(Section):
         ge=0,
         le=100,
     )
+    init_from: Line | None = _key(
+        None, "Weights to start from at step 0: a checkpoint, a run, an exported folder or a safetensors file."
+    )
     out_dir: Directory = _key("artifacts/m7c_125m", "Directory for everything the run writes.")
     tensorboard: bool = _key(True, "Write TensorBoard files to OUT/tb.")
     csv: bool = _key(True, "Write training.csv and val.csv.")

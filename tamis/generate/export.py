@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tamis.checkpoint.weights import EXPORTED_CONFIG, EXPORTED_TOKENIZER, EXPORTED_WEIGHTS
 from tamis.data.tokenizer import END_OF_TEXT, TiktokenTokenizer, Tokenizer, byte_letters
-from tamis.generate.load import EXPORTED_CONFIG, EXPORTED_TOKENIZER, EXPORTED_WEIGHTS, LoadedModel, load_model
+from tamis.generate.load import LoadedModel, load_model
 from tamis.generate.model_card import model_card
 
 PACKAGE = Path(__file__).parents[1]

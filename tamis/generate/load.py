@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +11,10 @@ from torch import Tensor, nn
 
 from tamis.attention.layer import NSAAttention
 from tamis.attention.verify import require_decode
+from tamis.checkpoint.weights import EXPORTED_CONFIG, EXPORTED_TOKENIZER, load_weights, read_weights
 from tamis.config import VOCABULARY, Config, build_config
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 from tamis.model import DTYPES, Decoder
-from tamis.run.files import manifest as checkpoints
-from tamis.run.files.directory import RunDirectory
-
-EXPORTED_WEIGHTS, EXPORTED_CONFIG, EXPORTED_TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
-Found = tuple[Path, dict[str, Tensor], dict[str, Any], int]  # source, weights, configuration as a tree, step
 
 
 class LanguageModel(nn.Module):
@@ -64,14 +58,14 @@ def load_model(
         rope_scale: divides positions, instead of the trained value.
         precision: bf16, fp16 or fp32; by default bf16 on a GPU and fp32 on a CPU.
     """
-    source, weights, tree, step = _read(Path(path))
+    source, weights, tree, step = read_weights(Path(path))
     config = build_config(tree)
     if expected is not None:
         require_same_config(source, config, expected)
     if rope_scale is not None:
         config = build_config({**tree, "model": {**tree["model"], "rope_scale": float(rope_scale)}})
     model = Decoder(config, max_len=max_len)
-    _fill(model, weights, source)
+    load_weights(model, weights, source, "it does not hold the model its config describes")
     target = device_for(device)
     to_inference(model, target, precision_for(target, precision))
     return LoadedModel(model, config, _tokenizer_of(config, source), step, source)
@@ -131,69 +125,3 @@ def require_same_config(source: Path, found: Config, expected: Config) -> None:
                 f"{source} is a checkpoint of another config: it has {key}={saved}, the given config has {wanted}; "
                 f"leave --config out, or give the config it was trained with"
             )
-
-
-def _read(path: Path) -> Found:
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: give a checkpoint, a run directory, an exported folder or weights")
-    if path.is_dir() and (path / EXPORTED_WEIGHTS).exists():
-        return _read_export(path)
-    if path.suffix == ".safetensors":
-        return _read_weights(path)
-    if path.is_dir() and path.suffix != ".pt":  # a sharded checkpoint is a folder named like the file
-        step = checkpoints.latest_valid_checkpoint(path)
-        if step is None:
-            raise ValueError(f"{path} holds no valid checkpoint and no {EXPORTED_WEIGHTS}")
-        path = RunDirectory(path).checkpoint(step)
-    return _read_checkpoint(path)
-
-
-def _read_checkpoint(path: Path) -> Found:
-    checkpoints.require_valid(path)
-    try:
-        if path.is_dir():
-            from tamis.checkpoint.file import read_checkpoint
-
-            state = read_checkpoint(path, torch.device("cpu"))
-        else:  # memory-mapped: the optimizer's state is never read
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return path, dict(state["model"]), dict(state["config"]), int(state["step"])
-    except Exception as error:  # torch.load raises anything on a foreign file; the message quotes it
-        raise ValueError(f"{path} is not a checkpoint of this trainer: {error!r}") from None
-
-
-def _read_weights(path: Path) -> Found:
-    """Read plain weights, as `tamis convert` writes them."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-        return path, weights, json.loads(about["tamis_config"]), int(about["tamis_step"])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a file that `tamis convert` wrote: {error!r}") from None
-
-
-def _read_export(folder: Path) -> Found:
-    from safetensors.torch import load_file
-
-    try:
-        described = json.loads((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))
-        weights = {name.removeprefix("decoder."): t for name, t in load_file(folder / EXPORTED_WEIGHTS).items()}
-        return folder, weights, described["tamis"], int(described["tamis_step"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} is not a folder that `tamis export` wrote: {error!r}") from None
-
-
-def _fill(model: Decoder, weights: dict[str, Tensor], source: Path) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if expected != found:
-        differing = sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name))
-        name = differing[0]
-        raise ValueError(
-            f"{source} does not hold the model its config describes: {name} has shape {found.get(name)}, expected "
-            f"{expected.get(name)} ({len(differing)} tensors differ)"
-        )
-    model.load_state_dict(weights)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tamis.checkpoint.file import load_checkpoint, require_whole_state, save_checkpoint
+from tamis.checkpoint.weights import load_weights, read_weights
 from tamis.config import Config, ConfigError
 from tamis.data import DataError, merge_states, open_loader, validation_batches
 from tamis.data.loader import Batch
@@ -79,6 +80,8 @@ class Trainer:
             torch.manual_seed(config.train.seed)
             with ranks.device:  # weights are initialised on the GPU: on the CPU that takes seconds
                 decoder = Decoder(model_config(config, ranks))
+            if checkpoint is None and config.train.init_from is not None:
+                ranks.together(lambda: self._start_from(decoder, str(config.train.init_from)))
             self.train_step = TrainStep(decoder, config, ranks)
         self.guard = Guard(config, self.loader.is_synthetic)
         with stage("checking the attention kernels against the reference"):
@@ -92,6 +95,18 @@ class Trainer:
             self.console.say(f"checkpoints beyond step {self.step} are of another run: set aside in {folder}")
         self.telemetry.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
+
+    def _start_from(self, decoder: Decoder, path: str) -> None:
+        """Fill the model with the weights of `train.init_from`; step, optimizer and data start at their beginning."""
+        try:
+            source, weights, saved, step = read_weights(Path(path))
+        except ValueError as error:
+            raise ConfigError(f"train.init_from: {error}") from None
+        load_weights(decoder, weights, source, "set the model.* and nsa.* keys of those weights, or train.init_from")
+        self.console.say(f"weights from {source}, step {step}; optimizer, data and step start at their beginning")
+        before, now = saved.get("data", {}).get("tokenizer", "gpt2"), self.config.data.tokenizer
+        if before != now:
+            self.console.say(f"warning: those weights were trained with data.tokenizer={before}, this run has {now}")
 
     def _warn_about_passes(self) -> None:
         """Print how often this run reads its data, if often enough to memorise it."""
