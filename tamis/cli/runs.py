@@ -1,4 +1,4 @@
-"""Verbs that watch runs and hand them over: list, status, logs, monitor, judge, report, handoff."""
+"""Verbs that watch runs and hand them over: list, status, logs, monitor, notify, judge, report, handoff."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import WATCH, RunDir, Verb
+from tamis.cli.common import WATCH, RunDir, Verb, Verbs, Words, resolve_for_this_machine
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
+
+notify_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Send messages about runs.")
+app.add_typer(notify_app, name="notify", rich_help_panel=WATCH)
+notify_verb = partial(notify_app.command, cls=Verb)
 
 
 @verb("list")
@@ -110,3 +114,21 @@ def handoff(
     from tamis.run.handover.bundle import write_bundle
 
     raise typer.Exit(write_bundle(run, output=output))
+
+
+@notify_verb("test")
+def test_notify(words: Words = None) -> None:
+    """Send a test message to every address of notify.to and TAMIS_NOTIFY; exit code 1 if one did not accept it.
+
+    A plain http(s) address gets a POST with JSON. Other schemes (slack://, discord://, tgram://, ntfy://, mailto://, …)
+    need apprise: pip install 'tamis[notify]'.
+
+    Examples:
+
+      TAMIS_NOTIFY=https://example.com/hook tamis notify test
+
+      tamis notify test configs/m7c_125m_80g.yaml notify.to=ntfy://my-topic
+    """
+    from tamis.run.notify.notifier import send_test
+
+    raise typer.Exit(send_test(resolve_for_this_machine(words)))

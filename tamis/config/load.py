@@ -63,11 +63,15 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 
 def build_config(tree: dict[str, Any]) -> Config:
     """Validate a tree of sections; one ConfigError has a line for each problem."""
-    problems, wrong = _unknown(tree), {}
+    problems, wrong = _unknown(tree), dict[str, str]()
     try:
         config = Config.model_validate(_known(tree))
     except ValidationError as error:
-        wrong = {".".join(map(str, e["loc"][:2])): _explain(e) for e in error.errors()}
+        for (
+            one
+        ) in error.errors():  # a key that takes text or a list has an error for each; the one of a value tells more
+            dotted = ".".join(map(str, one["loc"][:2]))
+            wrong[dotted] = _explain(one) if dotted not in wrong or one["type"] == "value_error" else wrong[dotted]
         config = Config.model_validate(_known(tree, without=wrong))  # for the combinations of the other keys
     problems += wrong.values()
     problems += [line for line in impossible_combinations(config) if not _names_any(line, wrong)]
@@ -130,11 +134,14 @@ def allowed_values(field: FieldInfo) -> str:
     if words:
         more = ", or a list of them" if any(get_origin(option) is list for option in options) else ""
         return f"one of {', '.join(words)}{more}"
+    if get_origin(field.annotation) is list:
+        return "a list of words"
     base, limits = options[0], list(field.metadata)
     if get_args(base):  # Annotated[int, …] | None
         base, limits = get_args(base)[0], [*limits, *get_args(base)[1:]]
+    more = ", or a list of them" if any(get_origin(option) is list for option in options) else ""
     null = " or null" if type(None) in options else ""
-    return f"{KINDS[base]}{_range(limits)}{null}"
+    return f"{KINDS[base]}{_range(limits)}{more}{null}"
 
 
 def _range(limits: Iterable[Any]) -> str:
@@ -204,8 +211,8 @@ def _names_any(sentence: str, keys: Iterable[str]) -> bool:
 def _explain(error: Any) -> str:
     """One validation error as a sentence: the key, what was given, what it may hold."""
     section, key = map(str, error["loc"][:2])
-    given, message = shown(error["input"]), str(error["msg"])
     field = sections()[section].model_fields[key]
+    given, message = shown(error["input"]) if field.repr else "not shown here", str(error["msg"])
     allowed = allowed_values(field)
     if allowed.startswith("one of "):
         choices = allowed.removeprefix("one of ")

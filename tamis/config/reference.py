@@ -10,7 +10,7 @@ from tamis.config.schema import Section
 
 HEAD = """# Configuration
 
-A run is described by one YAML file with five sections. Every key has a default, so a file holds only what differs.
+A run is described by one YAML file with a few sections. Every key has a default, so a file holds only what differs.
 `configs/` has commented examples. On the command line, `section.key=value` sets one key:
 
 ```bash

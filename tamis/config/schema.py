@@ -11,7 +11,9 @@ import math
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
+
+from tamis.config.addresses import address, shown_address
 
 from tamis.config.vocabulary import VOCABULARY
 
@@ -22,6 +24,7 @@ MOST_TOKENS = 2**24  # of one sequence
 MOST_TOKENS_PER_STEP = 2**31  # of one process
 LOCAL = ("local", "fineweb_edu_local")  # two names of one source, data.dataset
 LONGEST_TEXT = 1000  # characters of a name or path
+OPERATION = ("notify", "cost")  # sections about the machine and its operator: no effect on what is trained
 
 
 def _one_line(text: str) -> str:
@@ -38,6 +41,7 @@ def _directory(text: str) -> str:
 
 Line = Annotated[str, AfterValidator(_one_line)]
 Directory = Annotated[str, AfterValidator(_directory)]
+Address = Annotated[str, AfterValidator(_one_line), AfterValidator(address)]
 
 
 def _count(default: int, description: str, *, least: int = 1, most: int = MOST_STEPS) -> Any:
@@ -223,12 +227,53 @@ class Train(Section):
         return 2 * self.save_every if self.max_unsaved_steps is None else self.max_unsaved_steps
 
 
+class Notify(Section):
+    """Messages to the operator, sent by the supervisor; see operations.md."""
+
+    to: Address | list[Address] = Field(
+        default=[],
+        repr=False,  # an address may hold a password
+        description="Where messages go: https://… gets JSON, other schemes need apprise; also TAMIS_NOTIFY.",
+    )
+    digest_hours: float = _key(0.0, "Hours between messages about the progress; 0: none.", ge=0, le=1000)
+    idle_hours: float = _key(
+        0.0, "Hours between reminders after the end, for which the launch stays alive; 0: none.", ge=0, le=1000
+    )
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self.to] if isinstance(self.to, str) else self.to
+
+    @field_serializer("to")
+    def _without_secrets(self, to: str | list[str]) -> str | list[str]:
+        """What is stored of the addresses, in config.yaml, run.info and checkpoints: no part that could be secret."""
+        return shown_address(to) if isinstance(to, str) else [shown_address(one) for one in to]
+
+
+class Cost(Section):
+    """The price of the machine, limits on it, and what happens to the machine after the run; see operations.md."""
+
+    per_hour: float = _key(0.0, "Price of the whole machine per hour, in $; 0: unknown.", ge=0, le=1e6)
+    max: float | None = _key(
+        None, "At this cost, over all launches, the run saves and ends; null: no limit.", gt=0, le=1e9
+    )
+    max_hours: float | None = _key(
+        None, "After so many hours, over all launches, the run saves and ends; null: no limit.", gt=0, le=1e6
+    )
+    on_end: list[Line] = _key(
+        [], "Command, as a list of words, that runs once after the end, for example to stop the machine."
+    )
+    grace_s: float = _key(300.0, "Seconds before on_end in which `touch OUT/.KEEP` cancels it.", ge=0, le=86400)
+
+
 class Config(Section):
     model: Model = Model()
     nsa: Nsa = Nsa()
     data: Data = Data()
     runtime: Runtime = Runtime()
     train: Train = Train()
+    notify: Notify = Notify()
+    cost: Cost = Cost()
 
     @property
     def vocab_size(self) -> int:
@@ -258,8 +303,8 @@ class Config(Section):
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits that change with any key."""
-        canonical = json.dumps(self.model_dump(), sort_keys=True)
+        """Twelve hex digits that change with any key, except those about operation."""
+        canonical = json.dumps(self.model_dump(exclude=set(OPERATION)), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     def __hash__(self) -> int:
@@ -299,6 +344,10 @@ def impossible_combinations(config: Config) -> list[str]:
         (
             runtime.sdpa == "flash_only" and not runtime.use_flash,
             "runtime.sdpa: flash_only needs runtime.use_flash: true",
+        ),
+        (
+            config.cost.max is not None and not config.cost.per_hour,
+            "cost.max needs cost.per_hour: the price of the machine per hour",
         ),
         (
             config.tokens_per_step(1) > MOST_TOKENS_PER_STEP,

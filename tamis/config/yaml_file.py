@@ -38,7 +38,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"config file {path} must hold the sections model, nsa, data, runtime, train with their keys, "
+            f"config file {path} must hold sections (model, nsa, data, runtime, train, …) with their keys, "
             f"as {EXAMPLE} does"
         )
     return tree

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tamis.config import Config, load_config
 from tamis.config.legacy import variable_overrides
+from tamis.run.after_end import AfterEnd
 from tamis.run.background import repeated
 from tamis.run.checks.preflight import run_preflight
 from tamis.run.checks.runbooks import judge_run
+from tamis.run.cost import CostMeter, cost_banner, metered
 from tamis.run.files.console import counted, say
 from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.exit_codes import ExitCode
@@ -29,7 +31,8 @@ from tamis.run.files.lock import RunLock, require_no_launch, require_no_trainer
 from tamis.run.files.reading import open_to_append
 from tamis.run.finish import finish_run, has_ended
 from tamis.run.handover.bundle import write_bundle
-from tamis.run.phases import launch_by_phases
+from tamis.run.notify.notifier import addresses_for, notified
+from tamis.run.phases import STOPPED_BY_REQUEST, launch_by_phases
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
 from tamis.run.supervise.escalation import wait_until
 from tamis.run.supervise.restarts import RestartBudget
@@ -54,9 +57,11 @@ class Job:
     gpus: list[Gpu]
     restarts: int
     started: float
+    meter: CostMeter | None = None
 
     def supervised(self, config: Config, log: Path | None = None) -> int:
-        options = LaunchOptions(budget=RestartBudget(restarts=self.restarts), started=self.started)
+        budget = RestartBudget(restarts=self.restarts)
+        options = LaunchOptions(budget=budget, started=self.started, meter=self.meter)
         return supervise(config, processes=self.processes, log=log, options=options)
 
 
@@ -70,8 +75,23 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     if detach:
         return launch_detached(config, ["run", *([config_path] if config_path else []), *overrides])
     job = Job(config, plan.config_path, plan.processes, gpus, RestartBudget().restarts, time.time())
-    with claimed(config, "launch") as (out, lock):
-        return _main_job(job, out, lock)
+    return _launched(job, "launch", _main_job)
+
+
+def _launched(job: Job, purpose: str, work: Callable[[Job, RunDirectory, RunLock], int]) -> int:
+    """Do the work of a launch that owns OUT, with messages about it, its cost, and what follows its end."""
+    config, addresses = job.config, addresses_for(job.config, os.environ)
+    with ExitStack() as messages:
+        with claimed(config, purpose) as (out, lock), metered(config, out) as meter:
+            if stale := HaltFile(out.keep).discard_stale(job.started):
+                say(stale)
+            if banner := cost_banner(config, meter):
+                say(banner)
+            notifier = messages.enter_context(notified(config, out, meter, addresses))
+            code = work(replace(job, meter=meter), out, lock)
+        notifier.end(code)
+        AfterEnd(config, out, notifier, job.started).run(code)
+    return code
 
 
 def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
@@ -84,7 +104,7 @@ def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
             return ExitCode.CRASH
         _write_run_info(job, logs, out)
         if job.gpus and (code := smoke(job, logs, out, lock)) != ExitCode.DONE:
-            how = "was halted" if code == ExitCode.HALTED else f"failed with exit code {code}"
+            how = "was halted" if code in STOPPED_BY_REQUEST else f"failed with exit code {code}"
             say(f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}")
             return code
         code = job.supervised(job.config, log=logs / "train.log")
@@ -110,10 +130,13 @@ def _apply(plan: LaunchPlan, effects: Sequence[str]) -> None:
 
 def launch_once(job: Job) -> int:
     """Run the configuration to its end under supervision."""
-    with claimed(job.config, "launch") as (out, _):
-        if not is_complete(out, job.config):
-            _write_run_info(job, out.path, out)
-        return job.supervised(job.config)
+    return _launched(job, "launch", _launch_once)
+
+
+def _launch_once(job: Job, out: RunDirectory, lock: RunLock) -> int:
+    if not is_complete(out, job.config):
+        _write_run_info(job, out.path, out)
+    return job.supervised(job.config)
 
 
 def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
@@ -152,8 +175,7 @@ def smoke(job: Job, logs: Path, out: RunDirectory, lock: RunLock) -> int:
 
 def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
     """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
-    with claimed(job.config, "launch by phases") as (out, _):
-        return _launch_phases(job, out, steps, repeat)
+    return _launched(job, "launch by phases", lambda job, out, _: _launch_phases(job, out, steps, repeat))
 
 
 def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:
@@ -224,6 +246,7 @@ def claimed(config: Config, purpose: str) -> Iterator[tuple[RunDirectory, RunLoc
 
 def launch_detached(config: Config, arguments: list[str]) -> int:
     """Start `tamis` with these arguments without a terminal; its output goes to OUT/launch.log."""
+    addresses_for(config, os.environ)  # refuses here, where the operator sees it
     out = directory_for(config)
     return start_detached([sys.executable, "-u", "-m", "tamis", *arguments], out)
 

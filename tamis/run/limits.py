@@ -89,6 +89,7 @@ class Grace:
     dump_s: float = 90.0  # py-spy needs time to read the symbols of a large process
     halt_s: float = 30.0
     term_s: float = 27.0  # a worker exits within 25 s of TERM
+    cost_s: float = 300.0  # at the cost limit, an evaluation or a save may finish before TERM
     orphan_s: float = 30.0  # the sidecars of a dead supervisor's workers end them within 25 s
 
 

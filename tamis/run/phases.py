@@ -33,6 +33,7 @@ from tamis.run.checks.findings import (
     verdict,
 )
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.hardware import Gpu
 from tamis.run.files.info import describe_run, git_commit, write_info
@@ -42,7 +43,7 @@ from tamis.run.supervise.supervisor import is_complete
 from tamis.run.supervise.worker_processes import trainer_command
 
 RunToEnd = Callable[[Config], int]  # runs a config under supervision to its end; returns the exit code
-STOPPED_BY_REQUEST = (ExitCode.HALTED, ExitCode.PREEMPTED)
+STOPPED_BY_REQUEST = (ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.COST_LIMIT)
 FASTER_DATA = (
     "check the network, HF_DATASETS_CACHE and data.prefetch_batches; data.dataset: synthetic tells data from compute"
 )
@@ -230,7 +231,10 @@ def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, conso
     evidence = evidence if was_complete else replace(evidence, config=config)
     findings = [_ended(code), *(criterion.apply(evidence) for criterion in phase.criteria)]
     print_findings(f"Phase {phase.number}: {phase.title}", findings, console)
-    _store(RunDirectory(settings.config.train.out_dir), phase, settings.key(phase), directory, findings)
+    out = RunDirectory(settings.config.train.out_dir)
+    _store(out, phase, settings.key(phase), directory, findings)
+    words = f"phase {phase.number} ({phase.title}): {verdict(findings)}"
+    EventLog(out, by="launch").record("phase_verdict", words, phase=phase.number, go=is_go(findings))
     return code or (ExitCode.CRASH if has_failed(findings) else ExitCode.DONE)
 
 

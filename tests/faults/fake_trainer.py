@@ -87,6 +87,9 @@ class FakeTrainer:
         print(f"rank {self.rank} begins after step {self.step}", flush=True)
         while self.step < self.config.train.steps:
             self.train_once(self.step + 1)
+            if (self.fault.kind, self.fault.step) == ("hang_in_eval", self.step):
+                self.heartbeat.beat("eval", self.step)
+                self.pause_if("hang_in_eval", self.step)
             if self.step % self.config.train.save_every == 0:
                 self.save()
             if (reason := self.agreed_stop()) is not None:

@@ -113,6 +113,15 @@ class RunDirectory:
         return self.path / ".HALT"
 
     @property
+    def keep(self) -> Path:
+        """Cancels cost.on_end."""
+        return self.path / ".KEEP"
+
+    @property
+    def cost_json(self) -> Path:
+        return self.path / "cost.json"
+
+    @property
     def anomaly(self) -> Path:
         return self.path / ".anomaly_type"
 

@@ -11,3 +11,4 @@ class ExitCode(IntEnum):
     PREEMPTED = 4  # TERM or INT was honoured; a checkpoint is there
     ANOMALY = 5  # non-finite numbers, collapse, an implausible loss: a person should look
     DATA_FAILURE = 6  # the data could not be read
+    COST_LIMIT = 7  # cost.max or cost.max_hours is reached; a checkpoint is there

@@ -1,7 +1,8 @@
 """Whether a configuration continues the run that a directory holds: which keys differ, and which of them may.
 
 Model, data, tokenizer and seed identify a run: a start that differs in one of them is another run and is refused.
-Every other key is a hyperparameter or a setting: it may change at a resume, and the change is recorded.
+Every other key is a hyperparameter or a setting: it may change at a resume, and the change is recorded, except in the
+sections about operation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config import VOCABULARY, Config, ConfigError, read_yaml
+from tamis.config.schema import OPERATION
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
 from tamis.run.files.records import TRAINING_HEADER, CsvLog
@@ -59,7 +61,7 @@ def config_changes(old: Mapping[str, Any] | Config, new: Config) -> list[ConfigC
     before = old.model_dump() if isinstance(old, Config) else old
     defaults, after = Config().model_dump(), new.model_dump()
     changes = []
-    for section, keys in after.items():
+    for section, keys in ((name, keys) for name, keys in after.items() if name not in OPERATION):
         stored = before.get(section)
         stored = stored if isinstance(stored, dict) else {}
         for key, value in keys.items():

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tamis.config import Config, ConfigError, load_config
+from tamis.config.addresses import HIDDEN
 from tamis.config.size import parameter_count
 from tamis.config.yaml_file import read_value
 from tamis.run.files.environment import cuda_of_torch, package_versions
@@ -61,7 +62,7 @@ def describe_run(
         "torch": package_versions()["torch"],
         "cuda_of_torch": cuda_of_torch(),
         "processes": processes,
-        "launch_command": shlex.join(command),
+        "launch_command": shlex.join(_without_addresses(word) for word in command),
         "worker_command": shlex.join(worker_command),
         "git_commit": git_commit(repository),
         "steps": config.train.steps,
@@ -70,6 +71,12 @@ def describe_run(
         "estimate_toks_per_s": estimate_toks_per_s,
         "eta": ETA_UNKNOWN,
     }
+
+
+def _without_addresses(word: str) -> str:
+    """A word of the command line; the value of notify.to, which may hold a password, is left out."""
+    key, equals, _ = word.partition("=")
+    return f"{key}={HIDDEN}" if equals and key.strip() == "notify.to" else word
 
 
 def write_info(path: Path, info: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ class Ending:
     alarm: Alarm | None = None  # the watchdog stopped the attempt for this
     term_sent: bool = False  # the supervisor received TERM or INT, and passed it on
     lasting: str | None = None  # the error of a rank that marked it as lasting
+    cost_limit: str | None = None  # the limit on cost or hours that is reached
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,24 @@ class RestartDecision:
     reason: str
     code: int = 0  # to exit with, when there is no restart
     delay_s: float = 0.0
+    budget_spent: bool = False  # the restarts are used up, or lead nowhere
 
 
 RESTART = None  # in the table below: not final, the restart budget decides
-ENDED = ("by itself", "after TERM to the supervisor", "by a stall alarm", "by a halt alarm")  # columns of the table
+ENDED = (  # columns of the table
+    "by itself",
+    "after TERM to the supervisor",
+    "by a stall alarm",
+    "by a halt alarm",
+    "at the cost limit",
+)
 FINAL_CODE: dict[int | None, tuple[int | None, ...]] = {
-    ExitCode.DONE: (0, 0, 0, 5),
-    ExitCode.USAGE: (2, 2, 2, 2),
-    ExitCode.HALTED: (3, 3, RESTART, 5),
-    ExitCode.PREEMPTED: (4, 4, RESTART, 5),
-    ExitCode.ANOMALY: (5, 5, 5, 5),
-    None: (RESTART, 4, RESTART, 5),  # a crash, a signal, a data failure
+    ExitCode.DONE: (0, 0, 0, 5, 0),
+    ExitCode.USAGE: (2, 2, 2, 2, 2),
+    ExitCode.HALTED: (3, 3, RESTART, 5, 7),
+    ExitCode.PREEMPTED: (4, 4, RESTART, 5, 7),
+    ExitCode.ANOMALY: (5, 5, 5, 5, 5),
+    None: (RESTART, 4, RESTART, 5, 7),  # a crash, a signal, a data failure
 }
 
 
@@ -58,6 +66,8 @@ class RestartBudget:
 
     def decide(self, ending: Ending) -> RestartDecision:
         final = final_code(ending)
+        if final == ExitCode.COST_LIMIT:
+            return RestartDecision(False, str(ending.cost_limit), final)
         if final is not None:
             return RestartDecision(False, f"the run ended: {NAMED.get(final, final)}", final)
         if ending.lasting is not None:
@@ -77,9 +87,10 @@ class RestartBudget:
         code = ExitCode.ANOMALY if ending.alarm else ending.code if ending.code > 0 else ExitCode.CRASH
         if self.fruitless >= self.without_progress:
             reason = f"{cause}; {self.fruitless} restarts brought no progress beyond step {self.furthest}"
-            return RestartDecision(False, reason, code)
+            return RestartDecision(False, reason, code, budget_spent=True)
         if self.used >= self.restarts:
-            return RestartDecision(False, f"{cause}; all {self.restarts} restarts are used up", code)
+            reason = f"{cause}; all {self.restarts} restarts are used up"
+            return RestartDecision(False, reason, code, budget_spent=True)
         self.used += 1
         delay = min(self.first_delay_s * 2**self.fruitless, self.longest_delay_s)
         return RestartDecision(
@@ -92,6 +103,8 @@ def final_code(ending: Ending) -> int | None:
     how = "after TERM to the supervisor" if ending.term_sent else "by itself"
     if ending.alarm is not None:
         how = f"by a {ending.alarm.severity} alarm"
+    if ending.cost_limit is not None and how != "by a halt alarm":
+        how = "at the cost limit"
     return FINAL_CODE.get(ending.code, FINAL_CODE[None])[ENDED.index(how)]
 
 

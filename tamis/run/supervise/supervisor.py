@@ -5,16 +5,18 @@ It never imports torch, so a GPU that hangs cannot block it.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.cost import CostMeter, metered
 from tamis.run.file_problems import file_problems
 from tamis.run.files.console import counted, say
 from tamis.run.files.directory import DirectoryReplaced, RunDirectory
@@ -35,6 +37,7 @@ from tamis.run.supervise.sampler import sampled
 from tamis.run.supervise.watchdog import Watchdog
 from tamis.run.supervise.worker_processes import Screen, WorkerProcesses, trainer_command
 
+BY_COST = "cost: "  # first word of the reason in a .HALT at the cost limit
 CommandFor = Callable[[Path, int, Path | None], list[str]]
 
 
@@ -49,6 +52,7 @@ class LaunchOptions:
     look_every_s: float = 1.0
     command: CommandFor = trainer_command  # config.yaml, processes, checkpoint or None → command line
     started: float = field(default_factory=time.time)  # of the launch; a .HALT from before it is stale
+    meter: CostMeter | None = None  # of the launch; default: one of this run alone
 
 
 def supervise(
@@ -71,11 +75,16 @@ def supervise(
             say(nothing_to_do(run, config))
             return ExitCode.DONE
         run.hold()
-        with sampled(config, processes, run):
-            supervisor = Supervisor(config, run, processes, log, options or LaunchOptions())
+        options = options or LaunchOptions()
+        with sampled(config, processes, run), _meter(config, run, options) as meter:
+            supervisor = Supervisor(config, run, processes, log, replace(options, meter=meter))
             if previous is not None:
                 supervisor.events.record("adopt", f"the last supervisor (pid {previous.get('pid')}) died; taking over")
             return supervisor.run_to_its_end()
+
+
+def _meter(config: Config, run: RunDirectory, options: LaunchOptions) -> AbstractContextManager[CostMeter]:
+    return metered(config, run) if options.meter is None else nullcontext(options.meter)
 
 
 def is_complete(run: RunDirectory, config: Config) -> bool:
@@ -97,6 +106,9 @@ class Supervisor:
 
     def __init__(self, config: Config, run: RunDirectory, processes: int, log: Path, options: LaunchOptions) -> None:
         self.config, self.run, self.processes, self.log, self.options = config, run, processes, log, options
+        self.meter = options.meter or CostMeter(config, run)
+        self.cost_limit: str | None = None  # in words, once it is reached
+        self.term_at = math.inf  # monotonic; the end of the patience for a halt at the cost limit
         self.screen = Screen()
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
@@ -135,9 +147,13 @@ class Supervisor:
             if is_complete(self.run, self.config):  # killed after the last evaluation, before it could exit
                 self.events.record("end", nothing_to_do(self.run, self.config), exit_code=0)
                 return ExitCode.DONE
+            if (limit := self.meter.limit_reached()) is not None:
+                self.events.record("end", limit, exit_code=int(ExitCode.COST_LIMIT))
+                return ExitCode.COST_LIMIT
             decision = self.options.budget.decide(self._attempt(checkpoint))
             if not decision.restart:
-                self.events.record("end", decision.reason, exit_code=int(decision.code))
+                spent = {"budget_spent": True} if decision.budget_spent else {}
+                self.events.record("end", decision.reason, exit_code=int(decision.code), **spent)
                 return int(decision.code)
             self.events.record("restart", f"{decision.reason}, in {decision.delay_s:.0f} s")
             if (stopped := self._pause(decision.delay_s)) is not None:
@@ -162,6 +178,7 @@ class Supervisor:
             self._require_own_directory(workers)
             self.checkpoint_check.poll()
             alarm = alarm or self._watch(workers)
+            self._halt_at_cost_limit()
             self._pass_on_stop(workers)
             wait_until(workers.has_ended, self.options.look_every_s)
         self.run.require_held()
@@ -171,7 +188,7 @@ class Supervisor:
         self._forget_own_halt()
         code = true_exit_code(workers.process.returncode, self.watchdog.exit_codes())
         lasting, term_sent = self.watchdog.lasting_failure(), self.kill_at is not None
-        return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting)
+        return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting, self.cost_limit)
 
     def _require_own_directory(self, workers: WorkerProcesses) -> None:
         """End the run when OUT was moved or removed: what its workers wrote now would mix with another run's files."""
@@ -218,10 +235,23 @@ class Supervisor:
             wait_until(are_gone, patience_s)
 
     def _forget_own_halt(self) -> None:
-        """Remove a .HALT of the watchdog, which was for the attempt that has ended; one by a person still counts."""
+        """Remove a .HALT that no person wrote: it was for the attempt that has ended. One by a person still counts."""
         halt = HaltFile(self.run.halt)
-        if halt.requested() and halt.reason().startswith(BY_WATCHDOG):
+        if halt.requested() and halt.reason().startswith((BY_WATCHDOG, BY_COST)):
             halt.consume()
+
+    def _halt_at_cost_limit(self) -> None:
+        """Ask for a halt once the limit is reached, and for TERM when the workers take too long to reach it."""
+        if self.cost_limit is None:
+            self.cost_limit = self.meter.limit_reached()
+            if self.cost_limit is None:
+                return
+            self.events.record("cost_limit", f"{self.cost_limit}. The workers save a checkpoint and exit")
+            self.term_at = time.monotonic() + self.options.grace.cost_s
+            with suppress(OSError):  # no space for a file: TERM needs none
+                HaltFile(self.run.halt).request(BY_COST + self.cost_limit)
+        elif time.monotonic() > self.term_at and not self.asked_to_stop:
+            self.asked_to_stop = 1
 
     def _pass_on_stop(self, workers: WorkerProcesses) -> None:
         """Pass the first request on as TERM; kill the workers after a second one, or when they take too long."""
@@ -242,9 +272,9 @@ class Supervisor:
         return None if step is None else self.run.checkpoint(step)
 
     def _pause(self, seconds: float) -> int | None:
-        """Wait before a restart; returns the exit code if a stop is requested in the meantime."""
+        """Wait before a restart, not beyond the cost limit; returns the exit code if a stop is requested meanwhile."""
         halt = HaltFile(self.run.halt)
-        wait_until(lambda: bool(self.asked_to_stop) or halt.requested(), seconds)
+        wait_until(lambda: bool(self.asked_to_stop or halt.requested() or self.meter.limit_reached()), seconds)
         if self.asked_to_stop:
             return ExitCode.PREEMPTED
         if halt.requested():
