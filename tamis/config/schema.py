@@ -14,7 +14,6 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
 
 from tamis.config.addresses import address, shown_address
-
 from tamis.config.vocabulary import VOCABULARY
 
 VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor cores; padding is never predicted
