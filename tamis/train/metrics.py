@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -81,15 +81,13 @@ class AsyncReadback(Generic[Note]):
             vector = host
         self._pending.append((note, vector, event))
 
-    def pop(self, keep: int) -> list[tuple[Note, list[float]]]:
-        """Return everything but the newest `keep` entries; waits for the device where it must."""
-        finished = []
+    def pop(self, keep: int) -> Iterator[tuple[Note, list[float]]]:
+        """Yield everything but the newest `keep` entries, each as soon as the device has finished it."""
         while len(self._pending) > keep:
             note, vector, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            finished.append((note, vector.tolist()))
-        return finished
+            yield note, vector.tolist()
 
 
 def timestamp(device: torch.device) -> Timestamp:

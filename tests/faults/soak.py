@@ -167,12 +167,14 @@ class FaultyRun:
             print(f"{self.run.path} differs from the unbroken run: {error}", flush=True)
 
     def lost_seconds(self) -> list[tuple[str, float]]:
-        """For each fault, the time from its begin until training was further than before."""
+        """For each fault, the time from the last step before it ended until training was further than that."""
         ends = [beat for beat in read_heartbeats(self.run.heartbeat(0)) if beat.phase == "step_end"]
         lost = []
-        for kind, begin, _ in self.faults:
-            reached = max((beat.step for beat in ends if beat.ts <= begin), default=0)
-            lost.append((kind, min((beat.ts for beat in ends if beat.step > reached), default=begin) - begin))
+        for kind, _, end in self.faults:
+            before = max((beat for beat in ends if beat.ts <= end), key=lambda beat: beat.step, default=None)
+            after = [beat.ts for beat in ends if before and beat.ts > end and beat.step > before.step]
+            if before and after:
+                lost.append((kind, after[0] - before.ts))
         return lost
 
     def false_alarms(self) -> list[str]:

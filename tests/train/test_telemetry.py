@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.train.console import Console
 from tamis.train.distributed import Ranks
+from tamis.train.metrics import AsyncReadback
 from tamis.train.mfu import Utilisation, peak_tflops
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
 
@@ -87,3 +89,14 @@ def test_an_unknown_gpu_gets_no_peak_never_a_wrong_one(name: str, peak: float | 
 
 def test_a_cpu_has_no_mfu() -> None:
     assert Utilisation(load_config(None), CPU).at(1e6) is None
+
+
+def test_each_step_is_recorded_when_the_device_finishes_it_not_when_all_have():
+    readback: AsyncReadback[int] = AsyncReadback(torch.device("cpu"))
+    order: list[str] = []
+    for step in (1, 2):
+        event = SimpleNamespace(synchronize=lambda step=step: order.append(f"waited for {step}"))
+        readback._pending.append((step, torch.zeros(1), event))
+    for step, _ in readback.pop(keep=0):
+        order.append(f"recorded {step}")
+    assert order == ["waited for 1", "recorded 1", "waited for 2", "recorded 2"]

@@ -65,6 +65,17 @@ def test_two_hours_are_required_only_of_a_pilot_on_gpus(tmp_path, healthy):
     assert operation.ran_long_enough(long).status == "pass"
 
 
+def test_a_production_run_that_did_all_its_steps_sooner_is_not_asked_for_two_hours(healthy):
+    assert healthy.config
+    production = healthy.config.model_copy(
+        update={"runtime": healthy.config.runtime.model_copy(update={"production": True})}
+    )
+    found = operation.ran_long_enough(replace(healthy, config=production))
+    assert (found.status, "did all its steps sooner" in found.evidence) == ("not applicable", True)
+    longer = production.model_copy(update={"train": production.train.model_copy(update={"steps": 1000})})
+    assert operation.ran_long_enough(replace(healthy, config=longer)).status == "fail"
+
+
 def test_the_duration_of_a_running_run_is_not_measured(tmp_path):
     run = fabricate(tmp_path, steps=5)
     with RunLock(run.trainer_lock) as lock:

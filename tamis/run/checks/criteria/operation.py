@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.checks.criteria.training import completed
 from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed
 from tamis.run.files.console import counted
@@ -76,13 +77,16 @@ def logs_are_on(evidence: Evidence) -> Finding:
 
 
 def ran_long_enough(evidence: Evidence) -> Finding:
-    """Require two hours of a pilot on GPUs; a run on the CPU or one still under way is not measured."""
+    """Require two hours of a pilot on GPUs, not of a run on the CPU or of a production run that did all its steps."""
     hours = _trained_hours(evidence)
     if hours is None:
         return failed("no step was finished")
     sentence = f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}"
     if hours < PILOT_HOURS and not evidence.uses_gpus:
         return not_applicable(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
+    production = evidence.config is not None and evidence.config.runtime.production
+    if hours < PILOT_HOURS and production and completed(evidence).status == "pass":
+        return not_applicable(f"{sentence} are asked of a pilot, and this production run did all its steps sooner")
     if hours < PILOT_HOURS and RunLock(evidence.directory.trainer_lock).is_held():
         return not_measured(f"{sentence}, and it is still running: judge it again later")
     return pass_if(hours >= PILOT_HOURS, sentence)
