@@ -4,6 +4,10 @@ import sys
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["remote"]:  # needs no package, so that it runs on any laptop
+        from tamis.remote.command import main as run_remote
+
+        sys.exit(run_remote(sys.argv[2:]))
     try:
         from tamis.cli.main import main as run_command
     except ModuleNotFoundError as error:

@@ -19,14 +19,18 @@ MAY_IMPORT = {  # package: the packages it may import besides itself
     "model": {"attention", "config"},
     "data": {"config"},
     "run": {"config", "data"},
+    "remote": {"run.files"},
     "checkpoint": {"config", *RUN_FOR_WORKERS},
     "train": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "generate": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "evaluate": {"model", "config", "data", "generate", *RUN_FOR_WORKERS},
     "bench": {"attention", "model", "config", "data", "generate", "train", *RUN_FOR_WORKERS},
-    "cli": {"attention", "model", "config", "data", "checkpoint", "run", "train", "generate", "evaluate", "bench"},
+    "cli": {
+        *("attention", "model", "config", "data", "checkpoint", "run", "remote", "train", "generate", "evaluate"),
+        "bench",
+    },
 }
-WITHOUT_TORCH = ["config", "data", "run", "cli"]
+WITHOUT_TORCH = ["config", "data", "run", "remote", "cli"]
 
 
 def sources(package: str) -> list[Path]:

@@ -1,8 +1,9 @@
-"""Verbs that watch runs and hand them over: list, status, logs, monitor, notify, judge, report, handoff."""
+"""Verbs that watch runs and hand them over: list, status, logs, monitor, remote, notify, judge, report, handoff."""
 
 from __future__ import annotations
 
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -21,14 +22,15 @@ notify_verb = partial(notify_app.command, cls=Verb)
 @verb("list")
 def list_runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to look for runs")] = Path("artifacts"),
+    json: Annotated[bool, typer.Option("--json", help="one JSON document instead of a table")] = False,
 ) -> None:
     """List the runs here: state, step, loss, speed, size.
 
     Example: tamis list
     """
-    from tamis.run.monitor.listing import list_lines
+    from tamis.run.monitor.listing import list_lines, list_records
 
-    print("\n".join(list_lines(folder)))
+    print(dumps(list_records(folder)) if json else "\n".join(list_lines(folder)))
 
 
 @verb()
@@ -47,6 +49,8 @@ def logs(
     run: RunDir,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="how many lines from the end")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the run ends or Ctrl-C")] = False,
+    after: Annotated[int | None, typer.Option(min=0, hidden=True, help="start at this byte")] = None,
+    positions: Annotated[bool, typer.Option("--positions", hidden=True, help="print where each block ends")] = False,
 ) -> None:
     """Print the end of a run's train.log, with escapes made harmless.
 
@@ -54,7 +58,7 @@ def logs(
     """
     from tamis.run.monitor.listing import print_log
 
-    print_log(run, lines, follow)
+    print_log(run, lines, follow, after=after, positions=positions)
 
 
 @verb()
@@ -75,6 +79,25 @@ def monitor(
     from tamis.run.monitor.command import show_run
 
     raise typer.Exit(show_run(run, once=once, as_json=json, every_s=every))
+
+
+@verb(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+def remote(
+    words: Annotated[list[str] | None, typer.Argument(metavar="HOST VERB ...", help="tamis remote --help")] = None,
+) -> None:
+    """Train on another machine from here, over your own ssh: set up, start, watch, halt, fetch.
+
+    Examples:
+
+      tamis remote gpu1 setup
+
+      tamis remote gpu1 run configs/m7c_125m_80g.yaml
+
+      tamis remote gpu1,gpu2 status
+    """
+    from tamis.remote.command import main
+
+    raise typer.Exit(main(words or []))
 
 
 @verb()

@@ -19,7 +19,7 @@ from tests.cli.typed import command_line, ok, tamis, typed
 
 VERBS = {
     "run", "train", "launch", "halt", "restore",
-    "list", "status", "logs", "monitor", "notify test", "judge", "report", "handoff",
+    "list", "status", "logs", "monitor", "remote", "notify test", "judge", "report", "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "generate", "eval", "export", "convert", "data prepare", "data check",
     "profile", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",

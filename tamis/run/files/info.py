@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tamis.run.files.records import utc, write_text_atomic
 
 NUMBERS = ("parameters", "gpu_count", "processes", "steps", "tokens_per_step", "tokens_planned", "estimate_toks_per_s")
 ETA_UNKNOWN = "unknown until measured"
+SENT_COMMIT = ".commit"
 WATCHED_FOLDERS = ("configs", "scripts")  # an operator who edits these mid-way must find it in run.info
 
 
@@ -140,7 +142,12 @@ def altered_files(repository: Path) -> list[str]:
 
 
 def git_commit(repository: Path) -> str:
-    return (_git(repository, "rev-parse", "HEAD") or "").strip() or "unknown: not a git checkout"
+    """The commit of a checkout, or of the one that `tamis remote` sent here."""
+    commit = (_git(repository, "rev-parse", "HEAD") or "").strip()
+    if not commit:
+        with suppress(OSError):
+            commit = read_text(repository / SENT_COMMIT, most=200).strip()
+    return commit or "unknown: not a git checkout"
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

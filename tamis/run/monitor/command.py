@@ -35,7 +35,7 @@ def show_run(run_dir: str | Path, *, once: bool = False, as_json: bool = False, 
 def _show_once(run_dir: str | Path, as_json: bool) -> int:
     snapshot = read_snapshot(run_dir)
     if as_json:  # a document even when there is no run
-        print(json.dumps(_finite_or_text(asdict(snapshot)), indent=2), flush=True)
+        print(json.dumps(finite_or_text(asdict(snapshot)), indent=2), flush=True)
     existing_run(run_dir)
     if not as_json:
         print(snapshot_text(snapshot))
@@ -43,10 +43,10 @@ def _show_once(run_dir: str | Path, as_json: bool) -> int:
     return 1 if problems or snapshot.state in UNHEALTHY else 0
 
 
-def _finite_or_text(value: Any) -> Any:
+def finite_or_text(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, with text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {name: _finite_or_text(item) for name, item in value.items()}
-    return [_finite_or_text(item) for item in value] if isinstance(value, list) else value
+        return {name: finite_or_text(item) for name, item in value.items()}
+    return [finite_or_text(item) for item in value] if isinstance(value, list) else value

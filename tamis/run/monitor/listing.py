@@ -6,37 +6,54 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tamis.run.files.console import printable, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import read_info
 from tamis.run.files.reading import lines_after, open_to_read, sample_lines
 from tamis.run.locate import existing_run, runs_in
-from tamis.run.monitor.command import UNHEALTHY
+from tamis.run.monitor.command import UNHEALTHY, finite_or_text
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import status_lines
 
 MOST_LOG_BYTES = 2**20
 LOOK_EVERY_S = 1.0
+POSITION = "\x1e"  # cannot begin a line of the log, whose control characters are shown as escapes
 ENDED = ("done", "halted", "crashed", "failed")
 
 
 def list_lines(folder: Path) -> list[str]:
     """A table of the runs in a folder, the newest last."""
-    runs = sorted(runs_in(folder), key=lambda run: run.path.stat().st_mtime)
-    if not runs:
+    rows = [("state", "step", "loss", "tok/s", "size", "run"), *map(_cells, list_records(folder))]
+    if len(rows) == 1:
         return [f"no runs in {folder}: tamis run starts one"]
-    rows = [("state", "step", "loss", "tok/s", "size", "run"), *map(_row, runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return ["  ".join([*map(str.ljust, row[:5], widths), printable_line(row[5])]) for row in rows]
 
 
-def _row(run: RunDirectory) -> tuple[str, str, str, str, str, str]:
+def list_records(folder: Path) -> list[dict[str, Any]]:
+    """The same as JSON objects."""
+    runs = sorted(runs_in(folder), key=lambda run: run.path.stat().st_mtime)
+    return [_record(run) for run in runs]
+
+
+def _record(run: RunDirectory) -> dict[str, Any]:
     snapshot = read_snapshot(run.path, gpus=[])
-    step = f"{snapshot.step:,}/{snapshot.steps:,}" if snapshot.steps else f"{snapshot.step:,}"
-    loss = "-" if snapshot.loss is None else f"{snapshot.loss:.4f}"
-    speed = "-" if snapshot.toks_per_s is None else f"{snapshot.toks_per_s:,.0f}"
-    return snapshot.state, step, loss, speed, f"{_size(run.path) / 1e9:,.2f} GB", str(run.path)
+    figures = {name: getattr(snapshot, name) for name in ("state", "step", "steps", "loss", "toks_per_s")}
+    return finite_or_text({"run": str(run.path), **figures, "bytes": _size(run.path)})
+
+
+def _cells(record: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
+    step, steps, loss, speed = (record[name] for name in ("step", "steps", "loss", "toks_per_s"))
+    return (
+        record["state"],
+        f"{step:,}/{steps:,}" if steps else f"{step:,}",
+        f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-"),
+        f"{speed:,.0f}" if isinstance(speed, float) else str(speed or "-"),
+        f"{record['bytes'] / 1e9:,.2f} GB",
+        record["run"],
+    )
 
 
 def _size(path: Path) -> int:
@@ -57,22 +74,35 @@ def print_status(run_dir: str | Path) -> int:
     return 1 if problems or snapshot.state in UNHEALTHY else 0
 
 
-def print_log(run_dir: str | Path, lines: int, follow: bool = False) -> None:
-    """Print the last lines of a run's train.log, and with `follow` those that come until the run ends."""
+def print_log(
+    run_dir: str | Path, lines: int, follow: bool = False, *, after: int | None = None, positions: bool = False
+) -> None:
+    """Print the last lines of a run's train.log, and with `follow` those that come until the run ends.
+
+    `after` starts at that byte instead; with `positions`, a line with POSITION and the next byte follows each block.
+    """
     run = existing_run(run_dir)
     log = _log_of(run)
-    offset = 0
+    offset = after or 0
     with suppress(FileNotFoundError), open_to_read(log) as file:
-        _print_lines(sample_lines(file, 0, MOST_LOG_BYTES)[-lines:])
-        offset = file.tell()
-    while follow:
-        is_over = read_snapshot(run.path, gpus=[]).state in ENDED
+        if after is None or after > os.fstat(file.fileno()).st_size:  # a log that was begun again
+            _print_lines(sample_lines(file, 0, MOST_LOG_BYTES)[-lines:])
+            offset = file.tell()
+            _print_position(offset, positions)
+    while follow or after is not None:
+        is_over = not follow or read_snapshot(run.path, gpus=[]).state in ENDED
         with suppress(FileNotFoundError), open_to_read(log) as file:
             new, offset = lines_after(file, offset, MOST_LOG_BYTES)
             _print_lines([] if new == [b""] else new)
+            _print_position(offset, positions and new != [b""])
         if is_over:
             return
         time.sleep(LOOK_EVERY_S)
+
+
+def _print_position(offset: int, wanted: bool) -> None:
+    if wanted:
+        print(f"{POSITION}{offset}", flush=True)
 
 
 def _print_lines(lines: list[bytes]) -> None:
