@@ -67,7 +67,7 @@ def _record(name: str, path: Path) -> dict[str, Any]:
     return {"name": name, "size": size, "sha256": digest.hexdigest()}
 
 
-def send(path: Path, offset: int, size: int) -> None:
+def _send_range(path: Path, offset: int, size: int) -> None:
     """Write the bytes from `offset` to `size`; a file that became shorter ends the connection."""
     left = size - offset
     with open_to_read(path) as file:
@@ -93,7 +93,7 @@ def main() -> None:
     print(json.dumps([record for _, record in files.values()]), flush=True)
     for name, offset in json.loads(sys.stdin.readline() or "[]"):
         path, record = files[name]
-        send(path, offset, record["size"])
+        _send_range(path, offset, record["size"])
 
 
 if __name__ == "__main__":
