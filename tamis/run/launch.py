@@ -19,7 +19,8 @@ from tamis.run.after_end import AfterEnd
 from tamis.run.background import repeated
 from tamis.run.checks.preflight import run_preflight
 from tamis.run.checks.runbooks import judge_run
-from tamis.run.cost import CostMeter, cost_banner, metered
+from tamis.run.cost import CostMeter, cost_banner, metered, money
+from tamis.run.eta import duration_text
 from tamis.run.files.console import counted, say
 from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.exit_codes import ExitCode
@@ -298,4 +299,7 @@ def estimated_toks_per_s(job: Job) -> float | None:
             say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate shows why)")
             return None
     say(f"estimate: {rate:,.0f} tok/s with {counted(job.processes, 'process')}")
+    if price := job.config.cost.per_hour:
+        hours = job.config.tokens_per_step(job.processes) * job.config.train.steps / rate / 3600
+        say(f"estimate: {money(hours * price)} for {duration_text(hours * 3600)} at {money(price)} an hour")
     return rate

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 from tamis.config import Config, ConfigError, build_config
-from tamis.run.cost import CostMeter, Spent, read_spent
+from tamis.run.checks.evidence import read_evidence
+from tamis.run.cost import CostMeter, Spent, cost_banner, read_spent
+from tamis.run.eta import TokenProgress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, read_events
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.handover.report import report_page
 from tamis.run.limits import Grace
+from tamis.run.monitor.ranks import RankView
+from tamis.run.monitor.snapshot import read_snapshot
+from tamis.run.monitor.text import status_lines
 from tamis.run.supervise.restarts import Ending, RestartBudget
 from tamis.run.supervise.supervisor import LaunchOptions, supervise
 from tests.faults.launched import fake_command, tiny_config
@@ -115,3 +121,25 @@ def test_how_an_attempt_ends_at_the_limit(code: int, expected: int) -> None:
 def test_a_limit_on_cost_needs_a_price() -> None:
     with pytest.raises(ConfigError, match=r"cost\.max needs cost\.per_hour"):
         build_config({"cost": {"max": 10.0}})
+
+
+def test_the_monitor_shows_the_cost_so_far_in_all_and_after_the_end(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.cost_json.write_text('{"hours": 1.5, "cost": 3.0, "per_hour": 2.0}')
+    snapshot = read_snapshot(tmp_path, gpus=[])
+    assert snapshot.cost == Spent(1.5, 3.0, 2.0)
+    running = replace(snapshot, state="running", progress=TokenProgress(eta_s=7200.0))
+    assert status_lines(running)[-1] == "cost 3.00 $ for 1:30:00 at 2.00 $ an hour so far, about 7.00 $ in all"
+    rank = RankView(0, 1, 10, "done", 3 * 3600.0, False, None, None, None)
+    ended = status_lines(replace(snapshot, state="done", ranks=[rank]))[-1]
+    assert ended.endswith("so far; ended 3:00:00 ago: 6.00 $ more if the machine still runs")
+    assert "3.00 $ for 1:30:00" in report_page(read_evidence(run), {})
+
+
+def test_the_banner_states_price_limits_and_what_was_spent(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.cost_json.write_text('{"hours": 1.0, "cost": 2.0, "per_hour": 2.0}')
+    config = priced(tmp_path, max=20.0, max_hours=9.0)
+    words = "cost: 2.00 $ an hour, limits: max=20, max_hours=9; spent before: 2.00 $ for 1:00:00 at 2.00 $ an hour"
+    assert cost_banner(config, CostMeter(config, run)) == words
+    assert cost_banner(tiny_config(tmp_path), CostMeter(config, run)) is None

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from tamis.run.checks.evidence import Evidence, read_evidence
 from tamis.run.checks.findings import Finding, parse_findings, verdict
 from tamis.run.checks.runbooks import judge_runbooks
+from tamis.run.cost import read_spent
 from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
@@ -75,7 +76,7 @@ def report_page(
         charts=_json(charts),
         tables=[*(_table(title, findings) for title, findings in results.items()), *_phase_tables(evidence)],
         problems=file_problems(evidence.directory),
-        facts={key: _fact(value) for key, value in evidence.info.items()},
+        facts={key: _fact(value) for key, value in evidence.info.items()} | _cost(evidence.directory),
         checkpoints=[_checkpoint_cells(evidence, step) for step in evidence.directory.checkpoints()],
         events=[_event_cells(event) for event in evidence.events[-SHOWN_EVENTS:]],
         plotly=PLOTLY_GOES_HERE,
@@ -150,6 +151,12 @@ def _phase_tables(evidence: Evidence) -> list[dict[str, Any]]:
         )
         for record in read_go_no_go(evidence.directory)
     ]
+
+
+def _cost(run: RunDirectory) -> dict[str, list[str]]:
+    """The cost of all launches, where a price or a limit was set."""
+    spent = read_spent(run)
+    return {} if spent is None else {"cost": [str(spent)]}
 
 
 def _fact(value: Any) -> list[str]:

@@ -15,12 +15,11 @@ from tamis.run.files.reading import lines_after, open_to_read, sample_lines
 from tamis.run.locate import existing_run, runs_in
 from tamis.run.monitor.command import UNHEALTHY, finite_or_text
 from tamis.run.monitor.snapshot import read_snapshot
-from tamis.run.monitor.text import status_lines
+from tamis.run.monitor.text import ENDED, status_lines
 
 MOST_LOG_BYTES = 2**20
 LOOK_EVERY_S = 1.0
 POSITION = "\x1e"  # cannot begin a line of the log, whose control characters are shown as escapes
-ENDED = ("done", "halted", "crashed", "failed")
 
 
 def list_lines(folder: Path) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from tamis.config import Config
 from tamis.config.size import parameter_count
 from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config
+from tamis.run.cost import Spent, read_spent
 from tamis.run.eta import TokenProgress, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
@@ -93,6 +94,7 @@ class Snapshot:
     gpus: list[Gpu] = field(default_factory=list)
     checkpoints: list[CheckpointView] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
+    cost: Spent | None = None  # by all launches so far
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -117,7 +119,7 @@ def read_snapshot(
     directory = active_directory(RunDirectory(run_dir))
     if directory.path.is_dir():
         snapshot = _read(directory, now, list(gpus), files or GrowingFiles())
-        return replace(snapshot, alerts=alerts + snapshot.alerts)
+        return replace(snapshot, alerts=alerts + snapshot.alerts, cost=read_spent(RunDirectory(run_dir)))
     sentence = f"the run directory does not exist yet{_others(directory.path)}"
     return Snapshot(str(directory.path), utc(now), "missing", sentence, gpus=[*gpus], alerts=alerts)
 

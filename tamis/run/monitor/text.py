@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tamis.run.cost import Spent, money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import counted, printable_line
 from tamis.run.files.hardware import Gpu
@@ -14,6 +15,7 @@ from tamis.run.monitor.snapshot import GateView, Snapshot
 BAR_WIDTH = 20
 EQUAL_GATES_NATS = math.log(3)
 SHOWN_CHECKPOINTS = 6
+ENDED = ("done", "halted", "crashed", "failed")
 
 
 def snapshot_text(snapshot: Snapshot) -> str:
@@ -45,7 +47,21 @@ def status_lines(snapshot: Snapshot) -> list[str]:
         lines.append(progress_line(snapshot))
     if snapshot.loss is not None:
         lines += [_loss_line(snapshot), _speed_line(snapshot)]
+    if snapshot.cost is not None:
+        lines.append(cost_line(snapshot, snapshot.cost))
     return lines
+
+
+def cost_line(snapshot: Snapshot, spent: Spent) -> str:
+    """What the launches have cost; what the whole run will cost while it runs, and what the machine costs after it."""
+    line, eta_s = f"cost {spent} so far", snapshot.progress.eta_s
+    if spent.per_hour and eta_s is not None:
+        line += f", about {money(spent.cost + eta_s / 3600 * spent.per_hour)} in all"
+    if spent.per_hour and snapshot.state in ENDED:
+        idle_s = min((rank.age_s for rank in snapshot.ranks), default=0.0)
+        since = money(idle_s / 3600 * spent.per_hour)
+        line += f"; ended {duration_text(idle_s)} ago: {since} more if the machine still runs"
+    return line
 
 
 def progress_line(snapshot: Snapshot) -> str:

@@ -98,7 +98,7 @@ class WorkerProcesses:
 
     def __init__(self, command: Sequence[str], log: Path, screen: Screen) -> None:
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "TAMIS_NOTIFY"},  # no use for its secrets
             "PYTHONUNBUFFERED": "1",
             SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
             **_screen_variables(),

@@ -40,6 +40,7 @@ class Estimate:
     tokens_per_step: int
     tokens_planned: int
     eta_s: float
+    cost: float | None  # $; None where cost.per_hour is not set
     checkpoint_gib: float  # each
     disk_needed_gib: float  # for those kept, and the one being written
     disk_free_gib: float
@@ -59,6 +60,7 @@ def estimate_run(config: Config, processes: int = 1, ranks: Ranks | None = None)
     advice = _memory_advice(config, device, measured.peak_gib)
     if needed > free:
         advice.append(f"checkpoints need {needed:.1f} GiB and {free:.1f} are free: lower train.keep_checkpoints")
+    eta_s = tokens * config.train.steps / (rate * processes)
     return Estimate(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         toks_per_s=rate * processes,
@@ -67,12 +69,23 @@ def estimate_run(config: Config, processes: int = 1, ranks: Ranks | None = None)
         peak_gib=measured.peak_gib,
         tokens_per_step=tokens,
         tokens_planned=tokens * config.train.steps,
-        eta_s=tokens * config.train.steps / (rate * processes),
+        eta_s=eta_s,
+        cost=eta_s / 3600 * config.cost.per_hour if config.cost.per_hour else None,
         checkpoint_gib=checkpoint,
         disk_needed_gib=needed,
         disk_free_gib=free,
-        advice=advice,
+        advice=[*advice, *_cost_advice(config, eta_s / 3600)],
     )
+
+
+def _cost_advice(config: Config, hours: float) -> list[str]:
+    """Warn of a limit that would end the run before its last step."""
+    cost, advice = config.cost, []
+    if cost.max is not None and hours * cost.per_hour > cost.max:
+        advice.append(f"cost.max={cost.max:g} ends the run before its last step")
+    if cost.max_hours is not None and hours > cost.max_hours:
+        advice.append(f"cost.max_hours={cost.max_hours:g} ends the run before its last step")
+    return advice
 
 
 def _memory_advice(config: Config, device: torch.device, peak_gib: float | None) -> list[str]:
@@ -142,6 +155,7 @@ def _lines(e: Estimate, config: Config, processes: int) -> list[str]:
         f"memory      {'-' if e.peak_gib is None else f'{e.peak_gib:.1f} GiB per GPU'}",
         f"tokens      {e.tokens_per_step:,} per step, {e.tokens_planned:,} in all",
         f"time        {duration(e.eta_s)} for {config.train.steps:,} steps, if data and other GPUs keep up",
+        *([] if e.cost is None else [f"price       {e.cost:,.2f} $ at {config.cost.per_hour:,.2f} $ an hour"]),
         f"attention   {compared_with_dense(config)}",
         f"disk        {e.checkpoint_gib:.2f} GiB per checkpoint, {e.disk_needed_gib:.1f} GiB at most, "
         f"{e.disk_free_gib:.1f} GiB free",

@@ -1,14 +1,16 @@
-"""The comparison of NSA with dense attention in the estimate is the one that was measured."""
+"""The estimate: the comparison of NSA with dense attention is the one that was measured, and the price follows."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tamis.config import load_config
-from tamis.train.tools.estimate import NSA_OVER_DENSE, compared_with_dense
+from tamis.train.tools import estimate
+from tamis.train.tools.estimate import NSA_OVER_DENSE, compared_with_dense, run_estimate
 
 MEASURED = Path(__file__).parents[3] / "docs" / "data" / "train.json"
 
@@ -31,3 +33,19 @@ def test_the_table_holds_the_published_measurements() -> None:
 )
 def test_the_faster_attention_is_named(length: int, words: str) -> None:
     assert words in compared_with_dense(load_config(None, [f"train.seq_len={length}"]))
+
+
+def test_the_price_and_a_limit_that_is_too_low_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    speed = SimpleNamespace(tokens_per_s=lambda config: 2048.0, percentile_ms=lambda percent: 1000.0, peak_gib=None)
+    monkeypatch.setattr(estimate, "measure_steps", lambda *_: speed)
+    overrides = [
+        f"train.out_dir={tmp_path}",
+        "train.steps=7200",
+        "runtime.device=cpu",
+        "cost.per_hour=2.5",
+        "cost.max=4",
+    ]
+    assert run_estimate(load_config(None, overrides)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "price       5.00 $ at 2.50 $ an hour" in lines
+    assert "warning     cost.max=4 ends the run before its last step" in lines
