@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,8 @@ from tamis.attention.decode import use_kernels
 from tamis.attention.packing import document_of_tokens
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.config import Config
+
+VARLEN_TAKES_WINDOWS = torch.__version__ >= (2, 11)  # by the version: the function's module loads the compiler (1.5 s)
 
 
 class DenseCache:
@@ -124,21 +125,14 @@ def flash_packed_attention(
 
     q, k, v = (x[0] for x in (q_1SHD, *_for_every_head(q_1SHD, k_1SGD, v_1SGD)))
     longest = min(len(q), max_seqlen)  # programs are started for so many tokens of every document
-    causal: dict[str, Any] = {"window_size": (window - 1, 0)} if _varlen_takes_windows() else {"is_causal": True}
+    causal: dict[str, Any] = {"window_size": (window - 1, 0)} if VARLEN_TAKES_WINDOWS else {"is_causal": True}
     return cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal))[None]
 
 
 def takes_packed_rows(q: Tensor, window: bool = False) -> bool:
     """Return whether flash attention takes packed rows of such queries; in PyTorch 2.10 it takes no window."""
     fits = q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and (not window or _varlen_takes_windows())
-
-
-@torch.compiler.assume_constant_result
-def _varlen_takes_windows() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return fits and (not window or VARLEN_TAKES_WINDOWS)
 
 
 def _for_every_head(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,14 @@ def fake_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> 
     return command + (["--resume", str(checkpoint)] if checkpoint else [])
 
 
+def paced_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
+    real = trainer_command(config_yaml, processes, checkpoint)
+    return [word.replace("tamis.train.main", "tests.faults.paced_trainer") for word in real]
+
+
+COMMANDS = {"fake": fake_command, "real": trainer_command, "paced": paced_command}
+
+
 def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
     return build_config(
         {
@@ -65,7 +73,7 @@ def quick_options(config: Config) -> LaunchOptions:
             orphan_s=float(os.environ.get("ORPHAN_S", "30")),
         ),
         look_every_s=0.1,
-        command=trainer_command if os.environ.get("TRAINER") == "real" else fake_command,
+        command=COMMANDS[os.environ.get("TRAINER", "fake")],
     )
 
 

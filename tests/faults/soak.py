@@ -37,7 +37,8 @@ from tests.faults.test_real_trainer import assert_same_end
 
 KILLS_PER_RUN = 10
 FOR_KILLS = {"steps": 64, "save_every": 4, "eval_every": 16}
-FOR_SOAK = {"steps": 3000, "save_every": 25, "eval_every": 500, "seq_len": 256, "batch_size": 4}
+FOR_SOAK = {"steps": 1500, "save_every": 10, "eval_every": 500}
+STEP_WAITS_S = 0.15  # in a soak: what a device would compute, so that the cores stay free
 UNLIMITED: dict[str, Any] = {"RESTARTS": "1000000", "WITHOUT_PROGRESS": "1000000", "FIRST_DELAY_S": "0"}
 MOMENTS = ("boot", "step_start", "progress", "step_end", "checkpoint", "checkpoint")
 LAUNCH_ENDS_WITH = {"kill_supervisor": -signal.SIGKILL, "halt": ExitCode.HALTED, "fill_disk": ExitCode.ANOMALY}
@@ -49,8 +50,9 @@ ROOM_BYTES = 20_000  # per file while the disk counts as full: less than a check
 class FaultyRun:
     """One run from its first launch to its last step, with the faults that were injected."""
 
-    def __init__(self, config: Config, seed: str) -> None:
+    def __init__(self, config: Config, seed: str, waits_s: float = 0.0) -> None:
         self.config, self.dice, self.run = config, random.Random(seed), RunDirectory(config.train.out_dir)
+        self.waits_s = waits_s
         self.faults: list[tuple[str, float, float]] = []  # kind, begin, end
         self.launches, self.wall_s, self.is_same, self.step = 0, 0.0, False, 0
         self._killed: set[int] = set()
@@ -60,7 +62,10 @@ class FaultyRun:
 
     def _launch(self) -> None:
         self.launches += 1
-        self.launched = Launched(self.config, TRAINER="real", OMP_NUM_THREADS="1", **UNLIMITED)
+        settings: dict[str, Any] = (
+            {"TRAINER": "paced", "STEP_WAITS_S": str(self.waits_s)} if self.waits_s else {"TRAINER": "real"}
+        )
+        self.launched = Launched(self.config, OMP_NUM_THREADS="1", **settings, **UNLIMITED)
 
     def is_done(self) -> bool:
         """True when the run ended after its last step. A launch that was ended by a fault is launched again."""
@@ -214,7 +219,7 @@ def inject_faults(options: argparse.Namespace, lane: int, unbroken: FaultyRun) -
 
     while more():
         name = f"{options.seed}_{lane}_{len(runs)}"
-        runs.append(run := FaultyRun(config_for(options, name), name))
+        runs.append(run := FaultyRun(config_for(options, name), name, waits_s(options)))
         try:
             while not run.is_done():
                 if options.minutes:
@@ -229,6 +234,10 @@ def inject_faults(options: argparse.Namespace, lane: int, unbroken: FaultyRun) -
         run.compare(unbroken.run)
         print(f"{run.run.path}: {len(run.faults)} faults, identical: {run.is_same}", flush=True)
     return runs
+
+
+def waits_s(options: argparse.Namespace) -> float:
+    return STEP_WAITS_S if options.minutes else 0.0
 
 
 def config_for(options: argparse.Namespace, name: str) -> Config:
@@ -278,7 +287,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     options.lanes = options.lanes or (2 if options.kills else 1)
     options.out = Path(tempfile.mkdtemp(prefix="tamis_soak_"))
-    unbroken = FaultyRun(config_for(options, "unbroken"), "")
+    unbroken = FaultyRun(config_for(options, "unbroken"), "")  # its steps need not wait
     unbroken.wait()
     with ThreadPoolExecutor(options.lanes) as pool:
         lanes = pool.map(lambda lane: inject_faults(options, lane, unbroken), range(options.lanes))
