@@ -166,7 +166,7 @@ def production_plot() -> Plot:
         [line("one training batch", OTHER, "training.csv"), line("held-out text", TAMIS, "val.csv")],
         (3, 4, 5, 6, 7),
         log_y=False,
-        x_ticks=(1000, 2000, 5000, 10000, 20000, 35000),
+        x_ticks=(5000, 10000, 20000, 30000, 40000, 50000),
     )
 
 
