@@ -218,6 +218,9 @@ class Train(Section):
     csv: bool = _key(True, "Write training.csv and val.csv.")
     aux_stats: bool = _key(True, "Gate statistics of every layer in heartbeat and TensorBoard.")
     sample_prompt: str | None = _key(None, "Text to continue after training; null: no sample.", max_length=100_000)
+    samples: int = _count(
+        3, "Openings of held-out text that each evaluation continues, in samples.jsonl; 0: none.", least=0, most=64
+    )
     max_memory_gb: float = _above_zero(60.0, "Memory limit per GPU; phase 2 fails above it.", most=1e5)
 
     @property

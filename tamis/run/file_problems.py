@@ -13,7 +13,7 @@ from tamis.run.files.events import parse_event
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.info import parse_info
 from tamis.run.files.manifest import read_manifest
-from tamis.run.files.reading import open_to_read, read_bytes, read_json, read_last_lines, read_text
+from tamis.run.files.reading import open_to_read, parse_json_line, read_bytes, read_json, read_last_lines, read_text
 from tamis.run.supervise.sampler import parse_usage, usage_csv
 
 TAIL_BYTES = 16 << 10  # of a file of lines
@@ -38,11 +38,11 @@ def _checks(run: RunDirectory) -> list[tuple[Path, Callable[[Path], Any]]]:
     return [
         (run.config_yaml, _check_config),
         (run.run_info, lambda path: parse_info(read_text(path))),
-        *((path, read_json) for path in (run.metrics_json, run.env_json, run.cost_json)),
+        *((path, read_json) for path in (run.metrics_json, run.env_json, run.cost_json, run.eval_json)),
         *((run.path / f"{stem}.json", read_json) for stem in ("go_no_go", "preflight", "judgement")),
         *((path, read_text) for path in (run.halt, run.anomaly)),
         *((path, _check_lock) for path in (run.lock, run.launch_lock, run.trainer_lock)),
-        (run.events, _lines_of(parse_event)),
+        *((path, _lines_of(parse)) for path, parse in ((run.events, parse_event), (run.samples, parse_json_line))),
         *((path, _lines_of(Heartbeat.from_line)) for path in run.heartbeats().values()),
         (run.training_csv, _lines_of(lambda line: parse_row(line, 4))),
         (run.val_csv, _lines_of(lambda line: parse_row(line, 3))),

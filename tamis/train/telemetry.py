@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from tamis.config import Config
 from tamis.config.size import GIB
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import HeartbeatWriter, Phase
-from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog
+from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, Sample
 from tamis.train.console import Console, Pace, ZScore
 from tamis.train.distributed import Ranks
 from tamis.train.mfu import Utilisation
@@ -151,6 +152,15 @@ class Telemetry:
             self.val_csv.append(step, loss, perplexity)
         self.scalars({"val/loss": loss, "val/ppl": perplexity}, step)
         self.console.say(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f}")
+
+    def sampled(self, step: int, samples: list[Sample]) -> None:
+        """Print and log how the model continued held-out openings."""
+        for number, sample in enumerate(samples, 1):
+            if number == 1:
+                self.console.say(f"step {step}: {sample.prompt!r} … {sample.text!r}")
+            if self.board is not None:
+                with contextlib.suppress(OSError):  # the scalars report it
+                    self.board.add_text(f"samples/{number}", f"    {sample.prompt}▶{sample.text}", step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Write to TensorBoard. An error there is reported once and turns TensorBoard off; it never ends a run."""

@@ -35,6 +35,7 @@ from tamis.train.optimizer import learning_rate
 from tamis.train.selection import SELECTION_STATISTICS
 from tamis.train.step import TrainStep
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
+from tamis.train.tools.samples import SampleWriter
 from tamis.train.tools.selfcheck import require_right_attention
 
 MANY_PASSES = 5  # over the data: up to four cost little, more are memorised (arXiv 2305.16264)
@@ -94,6 +95,8 @@ class Trainer:
         if ranks.is_main and (folder := set_aside_later(self.run, self.step)):
             self.console.say(f"checkpoints beyond step {self.step} are of another run: set aside in {folder}")
         self.telemetry.resume_at(self.step)
+        self.samples = SampleWriter(config, self.run, self.train_step.decoder, self._why_no_samples())
+        self.samples.resume_at(self.step)
         self.telemetry.beat("compile", self.step)
 
     def _start_from(self, decoder: Decoder, path: str) -> None:
@@ -232,7 +235,16 @@ class Trainer:
         loss = self.train_step.validation_loss(batches)
         if loss is not None:
             self.telemetry.validated(self.step, loss)
+        self.telemetry.sampled(self.step, self.samples.write(self.step, batches))
         self.telemetry.pause()
+
+    def _why_no_samples(self) -> str | None:
+        """Return why this rank continues no held-out text; None if it does."""
+        if not self.ranks.is_main:
+            return "rank 0 does"
+        if is_sharded(self.config, self.ranks):
+            return "no rank holds all weights"
+        return "the data is random" if self.loader.is_synthetic else None
 
     def owes_evaluation(self) -> bool:
         """Return whether this step's evaluation is missing: a run killed between a save and its evaluation."""

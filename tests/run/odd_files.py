@@ -51,7 +51,8 @@ JSON_VALUES = [
 def targets(run: RunDirectory) -> list[Path]:
     files = [run.config_yaml, run.run_info, run.metrics_json, run.env_json, run.events, run.halt, run.anomaly]
     files += [run.training_csv, run.val_csv, run.train_log, run.lock, run.launch_lock, run.trainer_lock, usage_csv(run)]
-    files += [run.path / "go_no_go.json", run.path / "preflight.json", run.checkpoint(20), run.manifest(20)]
+    files += [run.path / "go_no_go.json", run.path / "preflight.json", run.eval_json, run.samples]
+    files += [run.checkpoint(20), run.manifest(20)]
     return [*files, *run.heartbeats().values(), run.path / "heartbeat_rank7.jsonl"]
 
 

@@ -37,6 +37,7 @@ TINY = [
     "train.log_every=1",
     "train.tensorboard=false",
     "train.sample_prompt=null",
+    "train.samples=0",
     "data.lanes=4",
     "data.prefetch_batches=1",
     "runtime.weight_check_every=1",

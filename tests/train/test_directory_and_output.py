@@ -11,6 +11,7 @@ from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.files.records import SampleLog
 from tests.train.processes import ranks, tiny_config, train_rank, wait_until
 
 
@@ -54,8 +55,10 @@ def with_output(kind: str, config: Config) -> int:
 
 @pytest.mark.parametrize("kind", ["full disk", "closed pipe", "ascii"])
 def test_output_that_cannot_be_written_does_not_end_training(tmp_path: Path, kind: str) -> None:
-    config = tiny_config(tmp_path / "run", "train.steps=3", "train.save_every=2")
+    config = tiny_config(tmp_path / "run", "train.steps=3", "train.save_every=2", "train.samples=1")
     with ranks(tmp_path / "logs", 1, with_output, kind, config) as running:
         running.wait()
+    [sample] = SampleLog(RunDirectory(config.train.out_dir).samples).read()
+    assert sample.step == 3 and sample.prompt.isascii() and sample.text
     assert latest_valid_checkpoint(RunDirectory(config.train.out_dir)) == 3
     assert read_heartbeats(RunDirectory(config.train.out_dir).heartbeat(0))[-1].exit_code == 0

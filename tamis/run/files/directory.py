@@ -89,6 +89,10 @@ class RunDirectory:
         return self.path / "metrics.json"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def eval_json(self) -> Path:
         return self.path / "eval.json"
 

@@ -1,4 +1,4 @@
-"""Small files that must never be half-written: CSV logs that survive a resume, JSON and text replaced atomically."""
+"""Small files that must never be half-written: logs that survive a resume, JSON and text replaced atomically."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tamis.run.files.reading import open_to_append, read_text
+from tamis.run.files.reading import open_to_append, parse_json_line, read_last_lines, read_text
 
 TRAINING_HEADER = "step,loss,lr,toks_per_s"
 VAL_HEADER = "step,loss,ppl"
 MOST_CSV_BYTES = 1 << 30
+MOST_SAMPLE_BYTES = 64 << 20
 YEAR_10000 = 253402300800
 _STEP = re.compile(r"[0-9]{1,18},")
 
@@ -121,6 +123,48 @@ class CsvLog:
 
     def _step_of(self, line: str) -> int:
         return int(line.split(",")[0])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out opening and how the model continued it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class SampleLog:
+    """samples.jsonl: one JSON object per line."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def resume_at(self, step: int) -> None:
+        """Keep the samples up to `step`; a resumed run writes the later ones again."""
+        kept = [sample for sample in self.read() if sample.step <= step]
+        write_text_atomic(self.path, "".join(map(_sample_line, kept)))
+
+    def append(self, samples: list[Sample]) -> None:
+        with open_to_append(self.path) as file:
+            file.write("".join(map(_sample_line, samples)).encode())
+
+    def read(self, most_lines: int | None = None) -> list[Sample]:
+        """The newest samples, oldest first; lines that are none are left out."""
+        return [
+            Sample(record["step"], record["prompt"], record["text"])
+            for line in read_last_lines(self.path, MOST_SAMPLE_BYTES, most_lines)
+            if (record := parse_json_line(line)) is not None and _is_sample(record)
+        ]
+
+
+def _sample_line(sample: Sample) -> str:
+    return json.dumps(asdict(sample)) + "\n"
+
+
+def _is_sample(record: dict[str, Any]) -> bool:
+    texts = (record.get("prompt"), record.get("text"))
+    return type(record.get("step")) is int and all(isinstance(text, str) for text in texts)
 
 
 def _cell(value: float | int | str) -> str:

@@ -125,7 +125,7 @@ def text_files(evidence: Evidence, repository: Path) -> dict[Path, str]:
     """The allow-list: each file's path and its name in the bundle."""
     run = evidence.directory
     plain = [run.run_info, run.config_yaml, run.env_json, run.metrics_json, run.training_csv, run.val_csv, run.events]
-    plain += [usage_csv(run), run.anomaly]
+    plain += [usage_csv(run), run.anomaly, run.eval_json, run.samples]
     plain += [run.path / f"{stem}.{suffix}" for stem in VERDICTS for suffix in ("json", "txt")]
     plain += [file for path in run.heartbeats().values() for file in (previous_file(path), path)]
     files = {path: path.name for path in plain}
@@ -245,6 +245,7 @@ def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:
         "run.info          machine, config, launch command, commit",
         "config.yaml       the configuration as it ran; env.json: versions, GPUs, settings",
         "training.csv      step,loss,lr,toks_per_s; val.csv: step,loss,ppl; metrics.json: final figures",
+        "eval.json         accuracy on tasks, if measured; samples.jsonl: how the model continued held-out text",
         "criteria.txt      success criteria with their evidence; go_no_go.txt: the phases of the launch",
         "events.jsonl      every decision of the supervisor; heartbeat_rank*.jsonl: every step of every rank",
         "logs/             output of each launch; altered/: configs and scripts that differ from the commit",

@@ -23,13 +23,16 @@ from tamis.run.cost import read_spent
 from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import read_manifest
-from tamis.run.files.records import utc, write_text_atomic
+from tamis.run.files.reading import read_json
+from tamis.run.files.records import SampleLog, utc, write_text_atomic
 from tamis.run.handover import curves
 from tamis.run.handover.curves import Series, thinned
 from tamis.run.phases import read_go_no_go
 
 MOST_POINTS = 1500
 SHOWN_EVENTS = 100
+SHOWN_SAMPLES = 30
+EVALUATION_COLUMNS = ("examples", "shots", "accuracy", "standard_error", "chance", "centred")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def report_page(
         problems=file_problems(evidence.directory),
         facts={key: _fact(value) for key, value in evidence.info.items()} | _cost(evidence.directory),
         checkpoints=[_checkpoint_cells(evidence, step) for step in evidence.directory.checkpoints()],
+        evaluation=_evaluation(evidence.directory),
+        samples=SampleLog(evidence.directory.samples).read(SHOWN_SAMPLES)[::-1],
         events=[_event_cells(event) for event in evidence.events[-SHOWN_EVENTS:]],
         plotly=PLOTLY_GOES_HERE,
     )
@@ -174,6 +179,21 @@ def _checkpoint_cells(evidence: Evidence, step: int) -> tuple[object, ...]:
     except ValueError as error:
         return step, str(error)
     return step, f"{manifest['bytes']:,}", manifest.get("time", ""), manifest["sha256"]
+
+
+def _evaluation(run: RunDirectory) -> dict[str, Any] | None:
+    """The figures of eval.json as lines and rows of cells; None where there is no such file, or an odd one."""
+    try:
+        results = read_json(run.eval_json)
+        tasks = [(name, *(figures[key] for key in EVALUATION_COLUMNS)) for name, figures in results["tasks"].items()]
+        step, bits, mean = results["step"], results["bits_per_byte"], results["mean_centred"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    lines = [f"Step {step}, measured {results.get('time')}, {results.get('precision')} on {results.get('device')}."]
+    lines += [] if bits is None else [f"{bits} bits per byte on held-out text."]
+    lines += [] if mean is None else [f"Mean of the centred scores: {mean}."]
+    lines += [f"Only the first {limit} examples of each task."] if (limit := results.get("limit")) else []
+    return {"lines": lines, "columns": EVALUATION_COLUMNS, "tasks": tasks}
 
 
 def _event_cells(event: Mapping[str, Any]) -> tuple[object, ...]:

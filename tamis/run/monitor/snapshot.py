@@ -25,13 +25,14 @@ from tamis.run.files.hardware import MIB, Gpu, GpuLost, read_gpus
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.info import read_info
 from tamis.run.files.manifest import read_manifest
-from tamis.run.files.records import utc
+from tamis.run.files.records import Sample, SampleLog, utc
 from tamis.run.locate import runs_near
 from tamis.run.monitor.alerts import Alert, find_alerts
 from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.ranks import RankView, State, rank_view, state_of
 
 RECENT_EVENTS = 8
+MOST_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Snapshot:
     alerts: list[Alert] = field(default_factory=list)
     cost: Spent | None = None  # by all launches so far
     events: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # of the last evaluation
 
 
 def read_snapshot(
@@ -189,7 +191,13 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFi
         checkpoints=_checkpoint_views(directory),
         alerts=find_alerts(directory, config, beats, ranks, state),
         events=read_events(directory, RECENT_EVENTS),
+        samples=_last_samples(directory),
     )
+
+
+def _last_samples(directory: RunDirectory) -> list[Sample]:
+    newest = SampleLog(directory.samples).read(MOST_SAMPLES)
+    return [sample for sample in newest if sample.step == newest[-1].step]
 
 
 def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> TokenProgress:

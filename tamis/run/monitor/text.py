@@ -27,6 +27,7 @@ def snapshot_text(snapshot: Snapshot) -> str:
         "GPUs": gpu_lines(snapshot),
         "gates by layer": gate_lines(snapshot),
         "checkpoints": checkpoint_lines(snapshot),
+        "samples": continuation_lines(snapshot),
         "events": event_lines(snapshot),
         "alerts": alert_lines(snapshot),
     }
@@ -126,6 +127,11 @@ def _gate_line(gate: GateView, has_selection: bool) -> str:
 def checkpoint_lines(snapshot: Snapshot) -> list[str]:
     shown = snapshot.checkpoints[-SHOWN_CHECKPOINTS:]
     return [f"step {saved.step:<7} {saved.mib:8,.1f} MiB  {saved.time}" for saved in reversed(shown)]
+
+
+def continuation_lines(snapshot: Snapshot) -> list[str]:
+    """How the model continued held-out openings at the last evaluation; a bar divides the two."""
+    return [f"step {sample.step}: {sample.prompt} | {sample.text}" for sample in snapshot.samples]
 
 
 def event_lines(snapshot: Snapshot) -> list[str]:

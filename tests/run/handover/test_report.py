@@ -10,6 +10,7 @@ from tamis.run.checks.evidence import read_evidence
 from tamis.run.checks.findings import Finding
 from tamis.run.files.events import EventLog
 from tamis.run.files.identity import ConfigChange, record_changes
+from tamis.run.files.records import Sample, SampleLog
 from tamis.run.handover.report import report_page
 from tests.run.fabricate import fabricate
 
@@ -51,6 +52,21 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
     nasty = "</script><script>alert(1)</script>"
     findings = {nasty: [Finding("pass", nasty, name=nasty)]}
     assert nasty not in report_page(read_evidence(run), findings)
+
+
+def test_samples_and_evaluation_are_shown_and_escaped(tmp_path):
+    run = fabricate(tmp_path, steps=3)
+    SampleLog(run.samples).append([Sample(2, "Fellow", "<b>old"), Sample(3, "Fellow", "<b>citizens")])
+    task = {"examples": 9, "shots": 2, "accuracy": 0.5, "standard_error": 0.1, "chance": 0.25, "centred": 0.3333}
+    figures = {"step": 3, "bits_per_byte": 1.25, "mean_centred": 0.3333, "tasks": {"<arc>": task}, "limit": 9}
+    run.eval_json.write_text(json.dumps(figures))
+    text = report_page(read_evidence(run), {})
+    assert text.index("&lt;b&gt;citizens") < text.index("&lt;b&gt;old")
+    for shown in ("&lt;arc&gt;", "1.25 bits per byte", "Mean of the centred scores: 0.3333", "first 9 examples"):
+        assert shown in text
+    for odd in ("[", "[1]", '{"tasks": {"a": 3}}', '{"tasks": 3}'):
+        run.eval_json.write_text(odd)
+        assert "<h2>Evaluation" not in report_page(read_evidence(run), {})
 
 
 def test_changed_hyperparameters_are_marked_on_the_curves_over_steps(tmp_path):

@@ -24,6 +24,7 @@ from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import GpuLost
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.lock import RunLock
+from tamis.run.files.records import Sample, SampleLog
 from tamis.run.handover.curves import thinned
 from tamis.run.locate import NoSuchRun, existing_run
 from tamis.run.monitor import snapshot as monitor_snapshot
@@ -103,6 +104,14 @@ def test_a_run_under_way_shows_its_numbers(tmp_path):
     text = snapshot_text(snapshot)
     for shown in ("loss 3.", "MFU 41.0%", "ETA 7:", "GPU 1  busy  95%", "fetch p50", "18.0/20.0"):
         assert shown in text
+
+
+def test_the_samples_of_the_last_evaluation_are_shown(tmp_path):
+    run = fabricate(tmp_path, steps=3)
+    SampleLog(run.samples).append([Sample(1, "a", "old"), Sample(3, "Fellow", "citi\nzens"), Sample(3, "We", "the")])
+    text = snapshot_text(read_snapshot(run.path, gpus=[]))
+    assert "step 3: Fellow | citi zens\nstep 3: We | the" in text
+    assert "old" not in text
 
 
 @pytest.mark.parametrize("ending", ["done", "halted", "failed"])
