@@ -14,7 +14,8 @@ from tamis.attention.packing import document_of_tokens
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.config import Config
 
-VARLEN_TAKES_WINDOWS = torch.__version__ >= (2, 11)  # by the version: the function's module loads the compiler (1.5 s)
+# By the version, because the function's module loads the compiler (1.5 s).
+VARLEN_TAKES_WINDOWS = torch.__version__ >= (2, 11)  # type: ignore[operator]
 
 
 class DenseCache:
