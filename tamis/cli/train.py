@@ -37,6 +37,9 @@ def run(
         Path | None, typer.Option(metavar="PATH", help="your own text, JSONL or parquet files, or token shards")
     ] = None,
     tokenizer: Tokenizer = None,
+    copy_url: Annotated[
+        str | None, typer.Option("--from", metavar="URL", help="first bring back the newest copy in this copy.to")
+    ] = None,
     detach: Detach = False,
 ) -> None:
     """Run the whole job: look at the machine, smoke test, train under supervision, resume, hand over.
@@ -50,6 +53,10 @@ def run(
       tamis run --data my_texts/
 
       tamis run configs/m7c_125m_80g.yaml --data shards/ --detach
+
+      tamis run configs/m7c_125m_80g.yaml copy.to=me@nas:runs/m7c
+
+      tamis run --from me@nas:runs/m7c
     """
     from tamis.run.launch import main_job
 
@@ -57,7 +64,7 @@ def run(
     if data is not None:
         overrides = [*_data_overrides(data), *overrides]  # the user's own keys come last and win
     overrides += tokenizer_override(tokenizer)
-    raise typer.Exit(main_job(path, overrides, detach))
+    raise typer.Exit(main_job(path, overrides, detach, copy_url))
 
 
 def _data_overrides(path: Path) -> list[str]:

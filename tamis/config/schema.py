@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+import warnings
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -23,7 +25,7 @@ MOST_TOKENS = 2**24  # of one sequence
 MOST_TOKENS_PER_STEP = 2**31  # of one process
 LOCAL = ("local", "fineweb_edu_local")  # two names of one source, data.dataset
 LONGEST_TEXT = 1000  # characters of a name or path
-OPERATION = ("notify", "cost")  # sections about the machine and its operator: no effect on what is trained
+OPERATION = ("notify", "cost", "copy")  # sections about the machine and its operator: no effect on what is trained
 
 
 def _one_line(text: str) -> str:
@@ -38,9 +40,18 @@ def _directory(text: str) -> str:
     return _one_line(text)
 
 
+def _copy_target(text: str) -> str:
+    if re.match(r"[^/@]*://[^/@]*:[^/@]*@", text):
+        raise ValueError("it must not hold a password: use an SSH key, or the variables and files of the store's tool")
+    if not re.match(r"[A-Za-z][\w+.-]*://.|[\w][\w.@-]*:[^/]|[\w][\w.@-]*:/[^/]", text):
+        raise ValueError("it must be file:///path, ssh://host/path, user@host:path, or a URL such as s3://bucket/path")
+    return _one_line(text)
+
+
 Line = Annotated[str, AfterValidator(_one_line)]
 Directory = Annotated[str, AfterValidator(_directory)]
 Address = Annotated[str, AfterValidator(_one_line), AfterValidator(address)]
+CopyTarget = Annotated[str, AfterValidator(_copy_target)]
 
 
 def _count(default: int, description: str, *, least: int = 1, most: int = MOST_STEPS) -> Any:
@@ -268,6 +279,24 @@ class Cost(Section):
     grace_s: float = _key(300.0, "Seconds before on_end in which `touch OUT/.KEEP` cancels it.", ge=0, le=86400)
 
 
+class Copy(Section):
+    """Copies of checkpoints, curves, events and report in another place, made while the run trains."""
+
+    to: CopyTarget | None = _key(
+        None,
+        "Where the copies go: `file:///path`, `user@host:path`, `ssh://host/path`, `s3://bucket/path`; null: nowhere.",
+    )
+    keep: int = _count(3, "Newest copies of checkpoints to keep there; 0: all.", least=0)
+    max_mbps: float | None = _key(
+        None, "Most megabits per second that an upload takes; null: no limit.", gt=0, le=1e6, allow_inf_nan=False
+    )
+    wait_s: float = _above_zero(3600.0, "Longest wait for the last copy when a run has ended, in seconds.", most=1e6)
+
+
+# Pydantic warns of the name of a deprecated method. The section is called what operators write.
+warnings.filterwarnings("ignore", message='Field name "copy" in "Config" shadows')
+
+
 class Config(Section):
     model: Model = Model()
     nsa: Nsa = Nsa()
@@ -276,6 +305,7 @@ class Config(Section):
     train: Train = Train()
     notify: Notify = Notify()
     cost: Cost = Cost()
+    copy: Copy = Copy()  # type: ignore[assignment]
 
     @property
     def vocab_size(self) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.copies.child_process import is_copied
 from tamis.run.cost import money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import say
@@ -58,6 +59,9 @@ class AfterEnd:
             self.events.record("kept", f"{self.out.keep} cancels cost.on_end")
         elif self._stop.is_set() or self._is_launched_again():
             self.events.record("kept", "a signal or another launch cancels cost.on_end")
+        elif self.config.copy.to and not is_copied(self.out):
+            reason = "the newest checkpoint is not copied to copy.to, and would be lost with the machine"
+            self.events.record("on_end_failed", f"cost.on_end does not run: {reason}; {self._still_costs()}")
         else:
             self.notifier.flush()
             self._run_on_end()

@@ -15,10 +15,13 @@ from pathlib import Path
 
 from tamis.config import Config, load_config
 from tamis.config.legacy import variable_overrides
+from tamis.config.schema import Copy
 from tamis.run.after_end import AfterEnd
 from tamis.run.background import repeated
 from tamis.run.checks.preflight import run_preflight
 from tamis.run.checks.runbooks import judge_run
+from tamis.run.copies.child_process import run_with_copies
+from tamis.run.copies.fetch import fetch_newest
 from tamis.run.cost import CostMeter, cost_banner, metered, money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import counted, say
@@ -66,8 +69,16 @@ class Job:
         return supervise(config, processes=self.processes, log=log, options=options)
 
 
-def main_job(config_path: str | None, overrides: list[str], detach: bool = False) -> int:
-    """Go from a bare machine to a trained model (`tamis run`); returns the exit code."""
+def main_job(config_path: str | None, overrides: list[str], detach: bool = False, copy_url: str | None = None) -> int:
+    """Go from a bare machine to a trained model (`tamis run`); returns the exit code.
+
+    With `copy_url`, first bring back the newest copy of a run, which then continues to be copied there.
+    """
+    if copy_url is not None:
+        overrides = [f"copy.to={json.dumps(copy_url)}", *overrides]  # the user's own key comes later and wins
+        everything = [*variable_overrides(os.environ)[0], *overrides]
+        config_path, needed = fetch_newest(copy_url, config_path, everything)
+        overrides = [*needed, *overrides]
     gpus = read_gpus()
     plan = launch_plan(gpus, config_path=config_path)
     from_variables, effects = variable_overrides(os.environ)
@@ -89,7 +100,9 @@ def _launched(job: Job, purpose: str, work: Callable[[Job, RunDirectory, RunLock
             if banner := cost_banner(config, meter):
                 say(banner)
             notifier = messages.enter_context(notified(config, out, meter, addresses))
-            code = work(replace(job, meter=meter), out, lock)
+            trained = config.model_copy(update={"copy": Copy()})  # no file of the run holds the address of its copies
+            inner = replace(job, config=trained, meter=meter)
+            code = run_with_copies(config.copy, out, lambda: work(inner, out, lock))
         notifier.end(code)
         AfterEnd(config, out, notifier, job.started).run(code)
     return code

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tamis.config import Config
+from tamis.config import Config, load_config
+from tamis.run.copies.copier import Copier
+from tamis.run.copies.fetch import fetch_newest
+from tamis.run.copies.folder_store import FolderStore
+from tamis.run.copies.store import Transfer
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
@@ -111,6 +116,22 @@ def test_an_evaluation_that_a_kill_prevented_is_done_on_resume(server, unbroken,
     assert trainer.wait() == -signal.SIGKILL
     assert latest_valid_checkpoint(tmp_path) == step
     assert_same_end(finish(server, config).run, unbroken)
+
+
+def test_a_run_continued_from_its_copy_on_a_fresh_machine_ends_with_identical_weights(
+    server, unbroken, tmp_path
+) -> None:
+    config = tiny_real_config(tmp_path / "lost")
+    trainer = server.start(config)
+    trainer.until_phase("step_start", 10)
+    trainer.kill(signal.SIGKILL)
+    trainer.wait()
+    copier = Copier(trainer.run, FolderStore(tmp_path / "there"), 1, Transfer())
+    copier.claim()
+    copier.copy_step(copier.pending()[0])
+    shutil.rmtree(tmp_path / "lost")
+    path, _ = fetch_newest(f"file://{tmp_path}/there", None, [f"train.out_dir={tmp_path}/fresh"])
+    assert_same_end(finish(server, load_config(path, [f"train.out_dir={tmp_path}/fresh"])).run, unbroken)
 
 
 @pytest.fixture(scope="module")

@@ -148,6 +148,21 @@ class RunDirectory:
         """Held by rank 0 of the trainer, supervised or not: never two trainers in one directory."""
         return self.path / ".trainer_lock"
 
+    @property
+    def copies(self) -> Path:
+        """What `copy.to` holds of this run, for the monitor."""
+        return self.path / "copies.json"
+
+    @property
+    def copy_id(self) -> Path:
+        """The name by which a store recognises this directory."""
+        return self.path / ".copy_id"
+
+    @property
+    def copy_lock(self) -> Path:
+        """Held by the process that copies."""
+        return self.path / ".copy_lock"
+
     def heartbeat(self, rank: int) -> Path:
         return self.path / f"heartbeat_rank{rank}.jsonl"
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tamis.config import Config
 from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, parameter_count
+from tamis.run.copies.state import read_copies
 from tamis.run.file_problems import file_problems
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile
@@ -40,7 +41,7 @@ def find_alerts(
     limits = limits_for(config) if config else Limits()
     history = RunHistory()
     history.add(beat for of_rank in beats.values() for beat in of_rank)
-    alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(history)]
+    alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(history), *_copies(directory)]
     if state == "running":
         alerts += _silent_ranks(history, ranks, limits)
     if config and state in ("running", "starting", "restarting"):
@@ -66,6 +67,11 @@ def _from_files(directory: RunDirectory) -> list[Alert]:
 
 def _failed_saves(history: RunHistory) -> list[Alert]:
     return [Alert("problem", alarm.reason) for alarm in save_alarms(history)]
+
+
+def _copies(directory: RunDirectory) -> list[Alert]:
+    state = read_copies(directory)
+    return [Alert("problem", f"nothing is copied to copy.to: {state.problem}")] if state and state.problem else []
 
 
 def _from_numbers(history: RunHistory, limits: Limits) -> list[Alert]:

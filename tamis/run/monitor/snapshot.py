@@ -17,6 +17,7 @@ from typing import Any
 from tamis.config import Config
 from tamis.config.size import parameter_count
 from tamis.run.checks.evidence import TrainingRow, ValidationRow, read_config
+from tamis.run.copies.state import read_copies
 from tamis.run.cost import Spent, read_spent
 from tamis.run.eta import TokenProgress, measure_progress
 from tamis.run.files.directory import RunDirectory
@@ -52,6 +53,15 @@ class CheckpointView:
     step: int
     mib: float
     time: str
+
+
+@dataclass(frozen=True)
+class CopiesView:
+    """What `copy.to` holds of the run."""
+
+    newest_step: int | None
+    copying_step: int | None
+    age_s: float | None  # since something was copied last
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Snapshot:
     gate_collapse_fraction: float | None = None
     gpus: list[Gpu] = field(default_factory=list)
     checkpoints: list[CheckpointView] = field(default_factory=list)
+    copies: CopiesView | None = None
     alerts: list[Alert] = field(default_factory=list)
     cost: Spent | None = None  # by all launches so far
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -189,6 +200,7 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFi
         gate_collapse_fraction=_latest(ends, "gate_collapse_fraction"),
         gpus=gpus,
         checkpoints=_checkpoint_views(directory),
+        copies=_copies_view(directory, now),
         alerts=find_alerts(directory, config, beats, ranks, state),
         events=read_events(directory, RECENT_EVENTS),
         samples=_last_samples(directory),
@@ -256,3 +268,11 @@ def _checkpoint_views(directory: RunDirectory) -> list[CheckpointView]:
             continue  # listed by the alerts
         views.append(CheckpointView(step, manifest["bytes"] / MIB, str(manifest.get("time", ""))))
     return views
+
+
+def _copies_view(directory: RunDirectory, now: float) -> CopiesView | None:
+    """The state that the copying process wrote; None where nothing is copied."""
+    state = read_copies(directory)
+    if state is None:
+        return None
+    return CopiesView(state.newest_step, state.copying_step, state.last_success and max(0.0, now - state.last_success))

@@ -126,7 +126,18 @@ def _gate_line(gate: GateView, has_selection: bool) -> str:
 
 def checkpoint_lines(snapshot: Snapshot) -> list[str]:
     shown = snapshot.checkpoints[-SHOWN_CHECKPOINTS:]
-    return [f"step {saved.step:<7} {saved.mib:8,.1f} MiB  {saved.time}" for saved in reversed(shown)]
+    lines = [f"step {saved.step:<7} {saved.mib:8,.1f} MiB  {saved.time}" for saved in reversed(shown)]
+    return [*_copies_lines(snapshot), *lines]
+
+
+def _copies_lines(snapshot: Snapshot) -> list[str]:
+    copies = snapshot.copies
+    if copies is None:
+        return []
+    done = "nothing yet" if copies.newest_step is None else f"step {copies.newest_step}"
+    ago = "" if copies.age_s is None else f", {age(copies.age_s)} ago"
+    now = "" if copies.copying_step is None else f"; copying step {copies.copying_step}"
+    return [f"copied: {done}{ago}{now}"]
 
 
 def continuation_lines(snapshot: Snapshot) -> list[str]:

@@ -1,0 +1,115 @@
+"""`tamis run --from URL`: bring back the newest complete copy of a run, verified, to continue it on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from tamis.config import Config, ConfigError, load_config
+from tamis.run.background import repeated
+from tamis.run.copies.copier import own_id
+from tamis.run.copies.index import StepCopy, complete_copies, is_tokenizer, newest_first, write_owner
+from tamis.run.copies.store import Store, StoreError, open_store
+from tamis.run.files.console import say
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.hardware import MIB
+from tamis.run.files.identity import require_same_run
+from tamis.run.files.lock import RunLock, require_no_trainer
+from tamis.run.files.manifest import latest_valid_checkpoint, remove, sha256_of
+from tamis.run.files.records import sync_directory
+
+REMIND_EVERY_S = 10.0
+
+
+class DamagedCopy(Exception):
+    """A copy whose bytes are not those that were sent."""
+
+
+def fetch_newest(url: str, config_path: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+    """Bring back the newest copy that is complete and undamaged, and take the place over from the machine before.
+
+    Returns the configuration file to continue with, the copy's own unless one is given, and overrides that this machine
+    needs. Nothing of a damaged copy reaches the run directory.
+    """
+    store = open_store(url)
+    say(f"looking for the newest copy in {url} …")
+    copies = newest_first(complete_copies(store))
+    if not copies:
+        raise ConfigError(f"{url} holds no complete copy of a run: check the address, which is its copy.to")
+    for copy in copies:
+        try:
+            return _fetch(store, copy, config_path, overrides)
+        except DamagedCopy as error:
+            say(f"the copy of step {copy.step} is not used: {error}")
+    raise ConfigError(f"every copy in {url} is damaged: restore one there, or start without --from")
+
+
+def _fetch(store: Store, copy: StepCopy, config_path: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        own_config = Path(scratch) / "config.yaml"
+        _download(store, copy, "config.yaml", own_config)
+        config = load_config(config_path or own_config, overrides)
+    run = RunDirectory(config.train.out_dir).create()
+    with RunLock(run.launch_lock) as lock:
+        lock.acquire("fetch", check=lambda: _require_free(run, config))
+        here = latest_valid_checkpoint(run)
+        if here is not None and here >= copy.step:
+            say(f"{run.path} has a checkpoint of step {here}, and the newest copy is of step {copy.step}: not fetched")
+        else:
+            _bring_back(store, copy, run)
+        write_owner(store, own_id(run))
+    return config_path or str(run.config_yaml), _tokenizer_override(config, run, copy)
+
+
+def _tokenizer_override(config: Config, run: RunDirectory, copy: StepCopy) -> list[str]:
+    """The copy's own tokenizer, if the configuration names a file that this machine does not have."""
+    kept = [name for name in copy.files if is_tokenizer(name)]
+    if not kept or Path(config.data.tokenizer).exists():
+        return []
+    return [f"data.tokenizer={json.dumps(str(run.path / kept[0]))}"]
+
+
+def _require_free(run: RunDirectory, config: Config) -> None:
+    require_no_trainer(run)
+    require_same_run(run, config)
+
+
+def _bring_back(store: Store, copy: StepCopy, run: RunDirectory) -> None:
+    """Download into a folder of its own, verify everything, then move it into place with the manifest last."""
+    stage = run.path / ".fetched"
+    size = sum(entry.bytes for entry in copy.files.values())
+    say(f"fetching the copy of step {copy.step}, {size / MIB:,.1f} MiB …")
+    with repeated(REMIND_EVERY_S, lambda: say("still fetching …")):
+        for name in copy.files:
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            _download(store, copy, name, stage / name)
+    checkpoint, manifest = run.checkpoint(copy.step), run.manifest(copy.step)
+    remove(manifest)
+    remove(checkpoint)
+    records = sorted({name.partition("/")[0] for name in copy.files} - {checkpoint.name, manifest.name})
+    for name in [*records, checkpoint.name, manifest.name]:
+        os.replace(stage / name, run.path / name)
+    sync_directory(run.path)
+    shutil.rmtree(stage)
+    say(f"step {copy.step} is in {run.path}, verified")
+
+
+def _download(store: Store, copy: StepCopy, name: str, target: Path) -> None:
+    """Download a file unless it is there already; DamagedCopy if it is not what was sent."""
+    wanted = copy.files[name].sha256
+    if target.is_file() and sha256_of(target) == wanted:
+        return
+    try:
+        store.get(f"{copy.folder}/{name}", target)
+    except FileNotFoundError:
+        raise DamagedCopy(f"{name} is missing") from None
+    except StoreError as error:
+        if not store.checksums([f"{copy.folder}/{name}"]):
+            raise DamagedCopy(f"{name} is missing") from None
+        raise error
+    if sha256_of(target) != wanted:
+        target.unlink()
+        raise DamagedCopy(f"the sha256 of {name} is not the one that was sent")
