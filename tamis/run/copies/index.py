@@ -19,7 +19,16 @@ from tamis.run.files.records import utc
 
 INDEX = "copy.json"
 OWNER = "owner.json"
-RECORDS = ("config.yaml", "run.info", "env.json", "training.csv", "val.csv", "metrics.json", "events.jsonl")
+RECORDS = (
+    "config.yaml",
+    "run.info",
+    "env.json",
+    "cost.json",
+    "training.csv",
+    "val.csv",
+    "metrics.json",
+    "events.jsonl",
+)
 PAGES = ("report.html", "live.html")
 _FOLDER = re.compile(r"step(\d{1,12})")
 _TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{12}\.(json|tiktoken)")  # the copy of a tokenizer's file that a run keeps
