@@ -18,8 +18,6 @@ from tamis.attention.verify import verify
 from tamis.bench import branches
 from tamis.bench.branches import SHAPES, Shape, Timed
 
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
-TOKENS = 65536
 REFERENCE_UP_TO = 2048
 
 
@@ -28,9 +26,9 @@ class Disagreement(RuntimeError):
 
 
 def measure_attention(
-    shapes: Sequence[str] = ("m7c", "paper"),
-    lengths: Sequence[int] = LENGTHS,
-    tokens: int = TOKENS,
+    shapes: Sequence[str],
+    lengths: Sequence[int],
+    tokens: int,
     repeats: int = 7,
     device: str | None = None,
 ) -> dict[str, Any]:
@@ -44,10 +42,20 @@ def measure_attention(
     rows = []
     for shape in (SHAPES[s] for s in shapes):
         check_agreement(shape, place, dtype)
-        mine = [r for n in lengths for r in measure_length(shape, n, tokens, place, dtype, repeats, ceilings)]
+        mine = []
+        for length in lengths:
+            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings)
+            print(f"{length:,} tokens, both directions: {_summary(mine, length)}", flush=True)
         print_tables(shape, lengths, mine)
         rows += mine
     return {"bench": "attention", "device": name, "dtype": str(dtype), "tokens": tokens, **ceilings, "rows": rows}
+
+
+def _summary(rows: list[dict[str, Any]], length: int) -> str:
+    """The first results of one length, before the tables."""
+    timed = [row for row in rows if row["length"] == length and row["both_ms"]]
+    shown = [row for row in timed if row["name"].startswith(("dense", "whole"))]
+    return "; ".join(f"{row['name']} {row['choices']} {row['both_ms']:.3g} ms".replace("  ", " ") for row in shown)
 
 
 def check_agreement(shape: Shape, place: torch.device, dtype: torch.dtype) -> None:

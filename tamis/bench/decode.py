@@ -30,7 +30,6 @@ from tamis.generate.load import precision_for, to_inference
 from tamis.generate.sample import DecodeStep
 from tamis.model import Decoder
 
-BATCHES, LENGTHS = (1, 8, 64), (8192, 16384, 32768, 65536)
 COLD_BYTES = 200 << 20  # touched by one round of calls: four times an H200's L2
 MOST_CACHE_BYTES = 16 << 30
 COLUMNS = ("batch", "length", "nsa_ms", "dense_ms", "dense_kernel", "speedup", "layer_tokens_per_s", "reads",
@@ -65,8 +64,8 @@ class DecodeShape:
 
 
 def measure_decoding(
-    batches: Sequence[int] = BATCHES,
-    lengths: Sequence[int] = LENGTHS,
+    batches: Sequence[int],
+    lengths: Sequence[int],
     *,
     heads: int = 12,
     groups: int = 2,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tamis.attention import NSASpec, nsa
 from tamis.attention.verify import relative_rmse
-from tamis.bench.attention import LENGTHS, TOKENS, measure
+from tamis.bench.attention import measure
 from tamis.bench.branches import SHAPES, Shape, Timed
 
 Attention = Callable[..., Tensor]  # of q, k, v, gates and the NSASpec
@@ -71,10 +71,10 @@ PEERS = [
 
 
 def measure_peers(
-    shape: str = "m7c",
-    lengths: Sequence[int] = LENGTHS,
-    tokens: int = TOKENS,
-    repeats: int = 7,
+    shape: str,
+    lengths: Sequence[int],
+    tokens: int,
+    repeats: int,
     device: str | None = None,
     peers: Sequence[Peer] = PEERS,
 ) -> dict[str, Any]:

@@ -19,9 +19,6 @@ from tamis.train.distributed import choose_device
 from tamis.train.mfu import Utilisation
 from tamis.train.tools.probe import Measurement, NextTokens, Probe, random_batches
 
-LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
-TOKENS_PER_STEP = 65536
-
 
 def measure_training(
     config: Config, lengths: list[int], tokens: int, steps: int, warmup: int, with_data: bool

@@ -18,7 +18,6 @@ from tamis.cli.common import (
     announced,
     loading_torch,
     resolve,
-    resolve_for_this_machine,
     split,
 )
 from tamis.config import ConfigError, load_config
@@ -54,7 +53,7 @@ def check(
     """
     from tamis.run.checks.preflight import run_preflight
 
-    config = resolve_for_this_machine(words).with_steps(max(1, len(read_gpus())))
+    config = resolve(words).with_steps(max(1, len(read_gpus())))
     raise typer.Exit(run_preflight(config, quick=quick))
 
 
@@ -65,7 +64,7 @@ def verify(words: Words = None, json: Json = False, resolved: Resolved = False) 
     Example: tamis verify configs/m7c_125m_80g.yaml
     """
     stream = sys.stderr if json else None
-    config = load_config(split(words)[0]) if resolved else resolve(words, stream=stream)
+    config = load_config(split(words)[0]) if resolved else resolve(words, stream)
     loading_torch(stream)
     from tamis.train.tools.selfcheck import run_selfcheck
 
@@ -125,7 +124,7 @@ def estimate(
     Example: tamis estimate configs/m7c_125m_2xa100_production.yaml --processes 2
     """
     stream = sys.stderr if json else None
-    config = load_config(split(words)[0]) if resolved else resolve_for_this_machine(words, stream)
+    config = load_config(split(words)[0]) if resolved else resolve(words, stream)
     loading_torch(stream)
     from tamis.train.tools.estimate import run_estimate
 

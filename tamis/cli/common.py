@@ -65,25 +65,20 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-def resolve(words: list[str] | None, default: str | None = None, stream: TextIO | None = None) -> Config:
-    """Resolve the config file ($CONFIG, then `default`, if none is given), then variables, then single keys.
+def resolve(words: list[str] | None, stream: TextIO | None = None) -> Config:
+    """Resolve the config file ($CONFIG, then what `tamis run` would train here), then variables, then single keys.
 
     The effects of variables are printed to `stream`, or stdout.
     """
     path, overrides = split(words)
+    chosen = path or choose_config(read_gpus())
     from_variables, effects = variable_overrides(os.environ)
     for effect in effects:
         say(effect, stream)
-    config = load_config(path or default, [*from_variables, *overrides])
+    config = load_config(chosen, [*from_variables, *overrides])
     if path is None:
-        chosen = default or f"the built-in defaults, {config.model.name}"
-        say(f"no config was named, so this is {chosen}", sys.stderr)
+        say(f"no config was named, so this is {chosen}, as for tamis run", sys.stderr)
     return config
-
-
-def resolve_for_this_machine(words: list[str] | None, stream: TextIO | None = None) -> Config:
-    """Resolve as `resolve` does; if no file is named, use the one that `tamis run` would choose here."""
-    return resolve(words, split(words)[0] or choose_config(read_gpus()), stream)
 
 
 def tokenizer_override(tokenizer: str | None) -> list[str]:

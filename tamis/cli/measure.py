@@ -19,7 +19,12 @@ bench_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Measure attention
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 bench_verb = partial(bench_app.command, cls=Verb)
 
-M7C = "configs/m7c_125m_80g.yaml"
+Tokens = Annotated[
+    int | None, typer.Option(min=1, help="tokens per call or step, whatever the length; 65,536 on a GPU")
+]
+Repeats = Annotated[int | None, typer.Option(min=1, help="timings per row; 7 on a GPU")]
+Steps = Annotated[int | None, typer.Option(min=1, help="steps measured; 20 on a GPU")]
+Warmup = Annotated[int | None, typer.Option(min=0, help="steps before that; 5 on a GPU")]
 
 
 @verb()
@@ -43,12 +48,15 @@ def profile(
 
 @bench_verb("attention")
 def bench_attention(
-    shape: Annotated[Literal["m7c", "paper", "both"], typer.Option(help="heads, groups and sizes to measure")] = "both",
+    shape: Annotated[
+        Literal["m7c", "paper", "both"] | None,
+        typer.Option(help="heads, groups and sizes to measure; both on a GPU, m7c on a CPU"),
+    ] = None,
     lengths: Annotated[
         list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
-    repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 7,
+    tokens: Tokens = None,
+    repeats: Repeats = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
 ) -> None:
     """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
@@ -56,11 +64,15 @@ def bench_attention(
     Example: tamis bench attention --shape m7c --length 8192
     """
     loading_torch()
-    from tamis.bench.attention import LENGTHS, measure_attention
+    from tamis.bench.attention import measure_attention
+    from tamis.bench.sizes import default_sizes
 
-    shapes = ("m7c", "paper") if shape == "both" else (shape,)
+    sizes = default_sizes(device)
+    shapes = sizes.shapes if shape is None else ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
-        rows = measure_attention(shapes, lengths or LENGTHS, tokens, repeats=repeats, device=device)
+        rows = measure_attention(
+            shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device
+        )
     print(json.dumps(rows))
 
 
@@ -70,8 +82,8 @@ def bench_peers(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens per call, whatever the length")] = 65536,
-    repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 7,
+    tokens: Tokens = None,
+    repeats: Repeats = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
 ) -> None:
     """Time other NSA implementations that are installed, ours and dense attention, and compare their outputs.
@@ -79,18 +91,22 @@ def bench_peers(
     Example: tamis bench peers --shape paper --length 8192
     """
     loading_torch()
-    from tamis.bench.peers import LENGTHS, measure_peers
+    from tamis.bench.peers import measure_peers
+    from tamis.bench.sizes import default_sizes
 
+    sizes = default_sizes(device)
     with announced("measuring attention of every implementation"):
-        document = measure_peers(shape, lengths or LENGTHS, tokens, repeats, device)
+        document = measure_peers(
+            shape, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device
+        )
     print(json.dumps(document))
 
 
 @bench_verb("paths")
 def bench_paths(
     words: Words = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps measured of each path")] = 100,
-    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 10,
+    steps: Steps = None,
+    warmup: Warmup = None,
 ) -> None:
     """Time the same training step with sparse kernels, the plain-PyTorch reference and dense attention.
 
@@ -99,7 +115,11 @@ def bench_paths(
     resolved = resolve(words)
     loading_torch()
     from tamis.bench.paths import compare
+    from tamis.bench.sizes import default_sizes
 
+    sizes = default_sizes(resolved.runtime.device)
+    steps = steps or sizes.steps
+    warmup = sizes.warmup if warmup is None else warmup
     with announced(f"measuring {warmup} + {steps} steps of each path"):
         code = compare(resolved, steps, warmup)
     raise typer.Exit(code)
@@ -111,22 +131,26 @@ def bench_train(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", metavar="N", help="tokens per sequence; repeatable")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="tokens per step; by default 65,536")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="steps before that")] = 5,
+    tokens: Tokens = None,
+    steps: Steps = None,
+    warmup: Warmup = None,
     with_data: Annotated[bool, typer.Option("--with-data", help="also with the loader, from prepared shards")] = False,
 ) -> None:
     """Measure tokens/s, MFU, step times and memory of the training step, for NSA and its dense twin.
 
     Example: tamis bench train configs/m7c_125m_80g.yaml --length 2048 --length 8192
     """
+    resolved = resolve(words)
     loading_torch()
-    from tamis.bench.train import LENGTHS, TOKENS_PER_STEP, measure_training
+    from tamis.bench.sizes import default_sizes
+    from tamis.bench.train import measure_training
 
-    tokens, lengths = tokens or TOKENS_PER_STEP, lengths or list(LENGTHS)
-    resolved = resolve(words, M7C)
+    sizes = default_sizes(resolved.runtime.device)
+    warmup = sizes.warmup if warmup is None else warmup
     with announced(f"measuring training steps of {resolved.model.name}"):
-        rows = measure_training(resolved, lengths, tokens, steps, warmup, with_data)
+        rows = measure_training(
+            resolved, lengths or list(sizes.lengths), tokens or sizes.tokens, steps or sizes.steps, warmup, with_data
+        )
     print(json.dumps(rows))
 
 
@@ -145,10 +169,13 @@ def bench_decode(
     Example: tamis bench decode --batch 1 --batch 8 --length 65536
     """
     loading_torch()
-    from tamis.bench.decode import BATCHES, LENGTHS, measure_decoding
+    from tamis.bench.decode import measure_decoding
+    from tamis.bench.sizes import default_sizes
 
+    sizes = default_sizes(device)
+    batches, lengths = batches or list(sizes.batches), lengths or list(sizes.cached)
     with announced("measuring decoding"):
-        measure_decoding(batches or BATCHES, lengths or LENGTHS, repeats=repeats, with_model=with_model, device=device)
+        measure_decoding(batches, lengths, repeats=repeats, with_model=with_model, device=device)
 
 
 @bench_verb("needle")

@@ -158,7 +158,7 @@ def data_prepare(
 
       tamis data prepare shards/ configs/m7c_125m_80g.yaml
 
-      tamis data prepare shards/ data.dataset=local data.local_path=parquet/
+      tamis data prepare shards/ data.dataset=local data.local_path=parquet/ --tokenizer gpt2
     """
     from tamis.data.prepare import prepare
 

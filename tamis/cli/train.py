@@ -18,7 +18,7 @@ from tamis.cli.common import (
     Verb,
     Words,
     loading_torch,
-    resolve_for_this_machine,
+    resolve,
     split,
     tokenizer_override,
 )
@@ -96,7 +96,7 @@ def train(
 
       tamis train configs/m7c_125m_80g.yaml train.steps=1000 --resume auto
     """
-    resolved = resolve_for_this_machine(words)
+    resolved = resolve(words)
     loading_torch()
     from tamis.train.main import train_config
 
@@ -136,7 +136,7 @@ def launch(
 
     if (phase_steps or repeat) and not phases:
         raise ConfigError("--phase-steps and --repeat need --phases: give --phases too")
-    config = resolve_for_this_machine(words)
+    config = resolve(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if detach:
         raise typer.Exit(launch_detached(config, [a for a in sys.argv[1:] if a != "--detach"]))

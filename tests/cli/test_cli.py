@@ -11,10 +11,12 @@ from typer.main import get_command
 
 from tamis import __version__
 from tamis.cli.main import app, guarded, main
-from tamis.config import ConfigError
+from tamis.config import ConfigError, load_config
 from tamis.data import DataError
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.hardware import read_gpus
 from tamis.run.files.lock import RunLocked
+from tamis.run.plan import choose_config
 from tests.cli.typed import command_line, ok, tamis, typed
 
 VERBS = {
@@ -89,9 +91,14 @@ def test_measurements_end_in_one_json_document(here: Path) -> None:
 
 def test_data_is_prepared_and_checked(here: Path) -> None:
     prepared = ok(tamis("data", "prepare", "shards", "mine.yaml", "data.dataset=sample"))
-    assert "0 records unreadable, 0 empty; train on it with data.dataset=shards data.local_path=shards" in prepared
+    assert "0 records unreadable, 0 empty; train on it: tamis run --data shards" in prepared
     told = ok(tamis("data", "check", "mine.yaml", "data.dataset=shards", "data.local_path=shards", "--batches", "1"))
     assert "ok batch[0]" in told
+
+
+def test_without_a_config_a_verb_means_what_run_would_train_here(here: Path) -> None:
+    shown = ok(tamis("config", "show"))
+    assert f"# hash {load_config(choose_config(read_gpus())).hash}" in shown
 
 
 def test_config_is_shown_with_its_true_size_and_validated(here: Path) -> None:
