@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli.common import WATCH, RunDir, Verb, Verbs, Words, resolve_for_this_machine
+from tamis.cli.common import WATCH, RunDir, Verb, Verbs, Words, resolve
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
@@ -154,4 +154,4 @@ def test_notify(words: Words = None) -> None:
     """
     from tamis.run.notify.notifier import send_test
 
-    raise typer.Exit(send_test(resolve_for_this_machine(words)))
+    raise typer.Exit(send_test(resolve(words)))
