@@ -104,6 +104,11 @@ def test_importing_supervision_data_and_command_line_loads_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_importing_trainer_and_generation_does_not_load_the_compiler() -> None:
+    code = "import sys, tamis.train.main, tamis.generate.sample; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0  # it takes 1.5 s, wanted or not
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=str)
 def test_no_folder_holds_more_than_fifteen_modules(folder: Path) -> None:
     modules = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
