@@ -24,8 +24,8 @@ from tamis.attention.checks import (
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
-from tamis.attention.packing import PackedRow, compressed_layout, positions_in_documents
-from tamis.attention.spec import NSASpec
+from tamis.attention.packing import PackedRow, as_row, positions_in_documents
+from tamis.attention.spec import NSASpec, as_numbers
 
 Backend = Literal["auto", "reference", "triton"]
 
@@ -88,7 +88,7 @@ def nsa_attention(
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
     row = _packed(cu_seqlens, q, spec, max_seqlen)
-    out, *others = op.nsa_forward(*inputs, op.as_numbers(spec), *row, scale, block_ids)
+    out, *others = op.nsa_forward(*inputs, as_numbers(spec), *row, scale, block_ids)
     return (out, torch.stack(others[3:6]).detach()) if return_lse else out
 
 
@@ -102,6 +102,7 @@ def nsa(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Native Sparse Attention over one set of keys and values, with blocks compressed by their mean.
 
@@ -115,6 +116,7 @@ def nsa(
         cu_seqlens: int32 `[documents + 1]`, the offsets of packed documents in a row with B = 1; None: no packing.
         scale: of the scores, by default `D ** -0.5`.
         backend: `"auto"` (kernels on a GPU, else the reference), `"reference"` or `"triton"`.
+        max_seqlen: a bound on the tokens of a packed document, as for `nsa_attention`.
 
     Returns:
         `[B,S,H,D]` in the dtype of `q`.
@@ -122,26 +124,36 @@ def nsa(
     check_layout(q, k, v, gates)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
-    layout = None if cu_seqlens is None else compressed_layout(cu_seqlens, q.shape[1], spec)
-    compress = MeanCompression(spec)
-    k_cmp, v_cmp = compress(k, layout), compress(v, layout)
-    return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend, cu_seqlens=cu_seqlens, scale=scale)
+    row, compress = as_row(cu_seqlens, q.shape[1], spec), MeanCompression(spec)
+    k_cmp, v_cmp = compress(k, row), compress(v, row)
+    return nsa_attention(
+        q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend, cu_seqlens=row, scale=scale, max_seqlen=max_seqlen
+    )
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, spec: NSASpec, backend: Backend = "auto", *, cu_seqlens: Tensor | PackedRow | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    spec: NSASpec,
+    backend: Backend = "auto",
+    *,
+    cu_seqlens: Tensor | PackedRow | None = None,
+    scale: float | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, unused ones −1, last.
 
-    With `cu_seqlens` the ids count from the first block of the query's document.
+    With `cu_seqlens` the ids count from the first block of the query's document. `scale` and `max_seqlen` are those of
+    `nsa_attention`.
     """
     check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp)
     offsets = _offsets(cu_seqlens, q)
     if not _use_kernels(q, backend, k_cmp.shape[2]):
-        return reference.select_blocks(q, k_cmp, spec, cu_seqlens=offsets)
+        return reference.select_blocks(q, k_cmp, spec, cu_seqlens=offsets, scale=scale)
     from tamis.attention import op
 
-    return op.select_blocks(q.detach(), k_cmp.detach(), op.as_numbers(spec), *_packed(cu_seqlens, q, spec, None))
+    row = _packed(cu_seqlens, q, spec, max_seqlen)
+    return op.select_blocks(q.detach(), k_cmp.detach(), as_numbers(spec), *row, scale)
 
 
 def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:

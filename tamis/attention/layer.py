@@ -14,7 +14,7 @@ from tamis.attention.cache import Cache, NSACache
 from tamis.attention.compress import LearnedCompression, MeanCompression
 from tamis.attention.decode import nsa_decode, tile_attention
 from tamis.attention.functional import Backend, nsa_attention, select_blocks
-from tamis.attention.packing import compressed_layout
+from tamis.attention.packing import PackedRow, as_row
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -71,41 +71,41 @@ class NSAAttention(nn.Module):
     def max_len(self) -> int:
         return self.rotary.cos.shape[0]
 
-    def forward(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> Tensor:
         """Return the output `[B,S,dim]` for `x [B,S,dim]`.
 
         With `cu_seqlens`, int32 `[documents + 1]`, B is 1 and the row holds documents of up to `max_len` tokens each:
-        document `i` is tokens `cu_seqlens[i] … cu_seqlens[i+1]−1`, and each attends as if it were alone.
+        document `i` is tokens `cu_seqlens[i] … cu_seqlens[i+1]−1`, and each attends as if it were alone. Layers of a
+        model share its `PackedRow`.
         """
         return self.with_gates(x_BSE, cu_seqlens)[0]
 
-    def with_gates(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def with_gates(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> tuple[Tensor, Tensor]:
         """Return the output and the gates `[B,S,H,3]`."""
         if x_BSE.shape[1] > self.max_len and cu_seqlens is None:
             raise ValueError(f"{x_BSE.shape[1]} tokens are more than max_len={self.max_len} of this layer")
-        cos, sin = self.rotary.tables(x_BSE.shape[1], cu_seqlens)
+        row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
+        cos, sin = self.rotary.tables(row)
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, cos, sin)
         gates = self.gates(logits.flatten(2))
-        if cu_seqlens is None:
-            k_cmp, v_cmp = self.compress(k_cmp, v_cmp)
-        else:
-            k_cmp, v_cmp = self._compress_packed(k_cmp, v_cmp, cu_seqlens)
+        k_cmp, v_cmp = self.compress(k_cmp, v_cmp) if row is None else self._compress_packed(k_cmp, v_cmp, row)
         mixed = nsa_attention(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend,
-            cu_seqlens=cu_seqlens, max_seqlen=self.max_len,
+            cu_seqlens=row, max_seqlen=self.max_len,
         )  # fmt: skip
         return self.out(mixed.flatten(2)), gates
 
-    def _compress_packed(self, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        layout = compressed_layout(cu_seqlens, k_BSGD.shape[1], self.spec)
-        k, v = self.compress_k(k_BSGD, layout), self.compress_v(v_BSGD, layout)
-        return self.rotary(k, layout.last_position), v
+    def _compress_packed(self, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
+        k, v = self.compress_k(k_BSGD, row), self.compress_v(v_BSGD, row)
+        return self.rotary(k, row.layout(self.spec).last_position), v
 
     @torch.no_grad()
-    def selected_blocks(self, x_BSE: Tensor) -> Tensor:
+    def selected_blocks(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> Tensor:
         """Return the ids of the blocks each query and group attends to, `[B,S,G,n_sel]`, as `select_blocks` does."""
-        q, k_cmp, v_cmp, *_ = self._parts(x_BSE, *self.rotary.tables(x_BSE.shape[1], None))
-        return select_blocks(q, self.compress(k_cmp, v_cmp)[0], self.spec, self.backend)
+        row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
+        q, k_cmp, v_cmp, *_ = self._parts(x_BSE, *self.rotary.tables(row))
+        k_cmp, _ = self.compress(k_cmp, v_cmp) if row is None else self._compress_packed(k_cmp, v_cmp, row)
+        return select_blocks(q, k_cmp, self.spec, self.backend, cu_seqlens=row, max_seqlen=self.max_len)
 
     def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """Return queries, keys and values as attention takes them, and the gates' logits as padded heads.

@@ -134,12 +134,11 @@ def nsa_backward(
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = NSASpec(*spec), gates.contiguous()
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-    bounds = tables.block if tables else None
     dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
         q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-        bounds=bounds, scale=scale,
+        packed=tables, scale=scale,
     )  # fmt: skip
     # Both dense branches add to dq in one pass over the queries.
     window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
@@ -174,13 +173,19 @@ nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 @torch.library.custom_op("tamis::select_blocks", mutates_args=())
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, spec: list[int], packed: Tensor | None = None, documents: int = 0, max_seqlen: int = 0
+    q: Tensor,
+    k_cmp: Tensor,
+    spec: list[int],
+    packed: Tensor | None = None,
+    documents: int = 0,
+    max_seqlen: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """Block ids alone, counted from the document's first block; the compressed branch runs for its log-sum-exp."""
     geometry = NSASpec(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True, packed=tables)
-    ids = select_from_lse(q, k_cmp, lse, geometry, trusted=True, packed=tables)
+    _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True, packed=tables, scale=scale)
+    ids = select_from_lse(q, k_cmp, lse, geometry, trusted=True, packed=tables, scale=scale)
     return ids if tables is None else ids_in_documents(ids, tables)
 
 
@@ -191,12 +196,17 @@ def _(q, k_cmp, spec, *rest):  # type: ignore[no-untyped-def]
 
 def ids_in_documents(ids: Tensor, tables: PackedTables) -> Tensor:
     """Ids counted from the row's first block, as ids counted from the first block of each token's document."""
-    return (ids - tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
+    return (ids - _first_block(tables, ids)).where(ids >= 0, -1)
 
 
 def _ids_in_row(ids: Tensor, tables: PackedTables | None) -> Tensor:
     """The inverse of `ids_in_documents`; a copy, because an operation may not return its input."""
-    return ids.clone() if tables is None else (ids + tables.token[None, :, 2, None, None]).where(ids >= 0, -1)
+    return ids.clone() if tables is None else (ids + _first_block(tables, ids)).where(ids >= 0, -1)
+
+
+def _first_block(tables: PackedTables, ids: Tensor) -> Tensor:
+    """The first selection block of each token's document, as ids are laid out."""
+    return tables.token[2 : 4 * ids.shape[1] : 4, None, None]
 
 
 def _tables(packed: Tensor | None, documents: int, longest: int, q: Tensor, spec: NSASpec) -> PackedTables | None:
@@ -209,14 +219,10 @@ def _range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if profiling else nullcontext()
 
 
-def as_numbers(spec: NSASpec) -> list[int]:
-    return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
-
-
 def compressed_band(
     k: Tensor, v: Tensor, spec: NSASpec, packed: PackedTables | None = None, scale: float | None = None
 ) -> Band:
-    tables = (packed.compressed_keys, packed.compressed_rows) if packed else (None, None)
+    tables = (packed.token, packed.compressed) if packed else (None, None)
     return Band(unit_last_stride(k), unit_last_stride(v), spec.l, spec.d, 0, softmax_scale(k, scale), *tables)
 
 
@@ -239,7 +245,7 @@ def compressed_forward(
 def window_band(
     k: Tensor, v: Tensor, spec: NSASpec, packed: PackedTables | None = None, scale: float | None = None
 ) -> Band:
-    tables = (packed.window_keys, packed.window_rows) if packed else (None, None)
+    tables = (packed.token, packed.token) if packed else (None, None)
     return Band(unit_last_stride(k), unit_last_stride(v), 1, 1, spec.w, softmax_scale(k, scale), *tables)
 
 

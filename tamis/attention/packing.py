@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tamis.attention.spec import NSASpec
+from tamis.attention.spec import NSASpec, as_numbers
 
 ALIGNED = 32  # numbers: every table begins where a kernel may read 16 bytes at once
 
@@ -77,47 +78,84 @@ def _first_blocks(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
     return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
 
 
-@dataclass(frozen=True)
-class PackedRow:
-    """A packed row as the kernels read it: int32 tables on the device. Build it once per batch and share it by layers.
-
-    Keys that a token sees, and tokens that see a key, are ranges; both ends of a range never decrease along the row.
-    """
+class PackedRow(NamedTuple):
+    """A packed row as the kernels read it. Build it once per batch and share it by the layers."""
 
     cu_seqlens: Tensor
     tokens: int
-    flat: Tensor  # all tables, one after the other, so that an operation takes one tensor
+    flat: Tensor  # int32: the tables of `PackedTables`, one after the other
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> PackedRow:
-        tables = _tables(cu_seqlens, tokens, spec)
-        flat = [torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ALIGNED)) for x in tables]
-        return cls(cu_seqlens, tokens, torch.cat(flat).to(torch.int32))
+        return cls(cu_seqlens, tokens, packed_tables(cu_seqlens, tokens, as_numbers(spec)))
+
+    def positions(self) -> Tensor:
+        """`[S]` int64: the position of each token in its document."""
+        return torch.arange(self.tokens, device=self.flat.device) - self._first_tokens()
+
+    def layout(self, spec: NSASpec) -> CompressedLayout:
+        """The same as `compressed_layout`, from the tables."""
+        slots, at = spec.compressed_blocks(self.tokens), _aligned(4 * self.tokens)
+        last_token = self.flat[at : at + 2 * slots : 2].long()
+        exists = last_token < self.tokens
+        first_token = (last_token - spec.l + 1).where(exists, 0)
+        return CompressedLayout(exists, first_token, (last_token - self._first_tokens()[first_token]).where(exists, 0))
+
+    def pieces(self, spec: NSASpec) -> PieceLayout:
+        """Where φ finds the pieces of d tokens that blocks are made of, and where their gradients go."""
+        token, first = torch.arange(self.tokens, device=self.flat.device), self._first_tokens()
+        begin = token - (token - first) % spec.d  # of the piece that a token is in
+        exists = begin + spec.d <= self.flat[1 : 4 * self.tokens : 4]
+        slot_of_token = (begin // spec.d * spec.d + token - begin).where(exists, -1)
+
+        cell = torch.arange(self.tokens // spec.d, device=self.flat.device) * spec.d
+        document = self.flat[: 4 * self.tokens].view(-1, 4)[cell + spec.d - 1]
+        begin = cell + document[:, 0] % spec.d
+        token_of_slot = (begin[:, None] + token[: spec.d]).flatten().clamp_max(self.tokens - 1)
+        begin, document = (x[: spec.compressed_blocks(self.tokens)] for x in (begin, document))
+        block = document[:, 3] + (begin - document[:, 0]) // spec.d
+        slot_of_block = self.layout(spec).first_token // spec.d
+        return PieceLayout(
+            token_of_slot, slot_of_token, slot_of_block, block.where(begin + spec.l <= document[:, 1], -1)
+        )
+
+    def _first_tokens(self) -> Tensor:
+        return self.flat[: 4 * self.tokens : 4]
+
+
+class PieceLayout(NamedTuple):
+    """Where the pieces of a packed row lie: those of d tokens that begin at a multiple of d from a document's first.
+
+    The piece whose first token is t has slot t // d: each slot is taken once, and a document's pieces are adjacent.
+    Slots without a piece hold any tokens, and no block reads them.
+    """
+
+    token_of_slot: Tensor  # int64 [(S // d) · d]: pieces token by token
+    slot_of_token: Tensor  # int64 [S]: its inverse, −1 for tokens of no whole piece
+    piece_of_block: Tensor  # int64 [Nc]: slot of the first piece of each compressed block
+    block_of_piece: Tensor  # int64 [Nc]: its inverse, −1 for pieces that begin no block
+
+
+def as_row(cu_seqlens: Tensor | PackedRow | None, tokens: int, spec: NSASpec) -> PackedRow | None:
+    """The packed row of offsets, unless it is made already, or there are none."""
+    return PackedRow.of(cu_seqlens, tokens, spec) if isinstance(cu_seqlens, Tensor) else cu_seqlens
 
 
 @dataclass(frozen=True)
 class PackedTables:
-    """Views of `PackedRow.flat`. A range `[…,2]` holds its first element and the one after its last."""
+    """Parts of `PackedRow.flat`: int32 tables, row by row."""
 
-    token: Tensor  # [S,4]: the token's document, that document's first token and first selection block, and 0
-    document: Tensor  # [documents + 1, 2]: first token and first compressed block
-    block: Tensor  # [J,2]: tokens of each selection block, all documents' blocks in order; empty for unused ones
-    window_keys: Tensor  # [S,2]: keys that each token sees
-    window_rows: Tensor  # [S,2]: tokens that see each key
-    compressed_keys: Tensor  # [S,2]
-    compressed_rows: Tensor  # [Nc,2]
+    token: Tensor  # [S,4]: of a token's document the first token, the end, the first selection and compressed block
+    compressed: Tensor  # [Nc,2]: last token of each compressed block, and the end of its document; S, S where unused
+    block: Tensor  # [J,2]: first token of each selection block, and the end of its document; S, S where unused
+    blocks: int  # J, room for the selection blocks of all documents
+    documents: int
     longest: int  # no document has more tokens
 
     @classmethod
     def of(cls, flat: Tensor, documents: int, tokens: int, longest: int, spec: NSASpec) -> PackedTables:
-        blocks, slots = block_slots(documents, tokens, spec), spec.compressed_blocks(tokens)
-        shapes = ((tokens, 4), (documents + 1, 2), (blocks, 2), *[(tokens, 2)] * 3, (slots, 2))
-        views, at = [], 0
-        for rows, columns in shapes:
-            views.append(flat[at : at + rows * columns].view(rows, columns))
-            at += rows * columns + -(rows * columns) % ALIGNED
-        token, document, block, window_keys, window_rows, compressed_keys, compressed_rows = views
-        return cls(token, document, block, window_keys, window_rows, compressed_keys, compressed_rows, longest)
+        token, compressed, block = flat.split(_table_sizes(documents, tokens, spec))
+        return cls(token, compressed, block, block_slots(documents, tokens, spec), documents, longest)
 
 
 def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
@@ -125,31 +163,55 @@ def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
     return tokens // spec.l_sel + documents
 
 
-def _tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Tensor, ...]:
-    """The tables of `PackedTables`, in its order."""
-    offsets, device = cu_seqlens.long(), cu_seqlens.device
-    token, document = torch.arange(tokens, device=device), document_of_tokens(cu_seqlens, tokens)
-    begin, end = offsets[document], offsets[document + 1]
-    first_compressed, last = _first_blocks(cu_seqlens, spec), len(cu_seqlens) - 2
+def _table_sizes(documents: int, tokens: int, spec: NSASpec) -> list[int]:
+    """Numbers in each table of `PackedTables`, with the padding that follows it."""
+    rows = (4 * tokens, 2 * spec.compressed_blocks(tokens), 2 * block_slots(documents, tokens, spec))
+    return [_aligned(n) for n in rows]
+
+
+def _aligned(numbers: int) -> int:
+    return numbers + -numbers % ALIGNED
+
+
+@torch.library.custom_op("tamis::packed_tables", mutates_args=())
+def packed_tables(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
+    """The tables of `PackedTables` in one tensor: by two kernels on a GPU, else by `reference_tables`."""
+    sizes = _table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
+    if not cu_seqlens.is_cuda:
+        parts = reference_tables(cu_seqlens, tokens, NSASpec(*spec))
+        padded = [torch.nn.functional.pad(x.flatten(), (0, n - x.numel())) for x, n in zip(parts, sizes, strict=True)]
+        return torch.cat(padded).to(torch.int32)
+    from tamis.attention.kernels.tables import write_tables  # here, because a machine without a GPU may lack Triton
+
+    flat = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens.device)
+    write_tables(cu_seqlens, tokens, NSASpec(*spec), *flat.split(sizes))
+    return flat
+
+
+@packed_tables.register_fake
+def _(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
+    sizes = _table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
+    return cu_seqlens.new_empty(sum(sizes), dtype=torch.int32)
+
+
+def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The tables `token`, `compressed` and `block` of `PackedTables`, as int64."""
+    offsets, device, last = cu_seqlens.long(), cu_seqlens.device, len(cu_seqlens) - 2
+    document = document_of_tokens(cu_seqlens, tokens)
     first_selected = torch.nn.functional.pad((-(-offsets.diff() // spec.l_sel)).cumsum(0), (1, 0))
+    first_compressed = _first_blocks(cu_seqlens, spec)
+    begin, end = offsets[document], offsets[document + 1]
+
+    layout = compressed_layout(cu_seqlens, tokens, spec)
+    last_token = (layout.first_token + spec.l - 1).where(layout.exists, tokens)
+    compressed_end = end[layout.first_token].where(layout.exists, tokens)
 
     slot = torch.arange(block_slots(last + 1, tokens, spec), device=device)
     owner = torch.searchsorted(first_selected[1:], slot, right=True)
     exists, owner = owner <= last, owner.clamp_max(last)
     block_begin = (offsets[owner] + (slot - first_selected[owner]) * spec.l_sel).where(exists, tokens)
-    block_end = torch.minimum(block_begin + spec.l_sel, offsets[owner + 1].where(exists, tokens))
-
-    ended = ((token - begin + 1 - spec.l).div(spec.d, rounding_mode="floor") + 1).clamp_min(0)
-    layout = compressed_layout(cu_seqlens, tokens, spec)
-    row_begin = (layout.first_token + spec.l - 1).where(layout.exists, tokens)
-    row_end = end[layout.first_token].where(layout.exists, tokens)
-    compressed_begin = first_compressed[document]
     return (
-        torch.stack((document, begin, first_selected[document], torch.zeros_like(token)), 1),
-        torch.stack((offsets, first_compressed), 1),
-        torch.stack((block_begin, block_end), 1),
-        torch.stack((torch.maximum(token - spec.w + 1, begin), token + 1), 1),
-        torch.stack((token, torch.minimum(token + spec.w, end)), 1),
-        torch.stack((compressed_begin, compressed_begin + ended), 1),
-        torch.stack((row_begin, row_end), 1),
+        torch.stack((begin, end, first_selected[document], first_compressed[document]), 1),
+        torch.stack((last_token, compressed_end), 1),
+        torch.stack((block_begin, offsets[owner + 1].where(exists, tokens)), 1),
     )

@@ -42,9 +42,8 @@ def nsa_attention(
     appended to `lse`.
     """
     if scale is not None:
-        scaled = q_BSHD.to(_compute_dtype(q_BSHD)) * (scale * q_BSHD.shape[-1] ** 0.5)
         others = k_cmp_BNGD, v_cmp_BNGD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3
-        return nsa_attention(scaled, *others, spec, cu_seqlens, None, block_ids, lse).to(q_BSHD.dtype)
+        return nsa_attention(_scaled(q_BSHD, scale), *others, spec, cu_seqlens, None, block_ids, lse).to(q_BSHD.dtype)
     if cu_seqlens is not None:
         outputs = []
         lses: list[list[Tensor]] = []
@@ -68,6 +67,11 @@ def nsa_attention(
         window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec, lse=lse),
     )
     return mix_branches(branches, gates_BSH3).to(q_BSHD.dtype)
+
+
+def _scaled(q_BSHD: Tensor, scale: float) -> Tensor:
+    """Queries whose scores at the default scale are those at `scale`."""
+    return q_BSHD.to(_compute_dtype(q_BSHD)) * (scale * q_BSHD.shape[-1] ** 0.5)
 
 
 def mix_branches(branches: tuple[Tensor, Tensor, Tensor], gates_BSH3: Tensor) -> Tensor:
@@ -149,12 +153,19 @@ def selected_attention(
 
 @torch.no_grad()
 def select_blocks(
-    q_BSHD: Tensor, k_cmp_BNGD: Tensor, spec: NSASpec, start: int = 0, cu_seqlens: Tensor | None = None
+    q_BSHD: Tensor,
+    k_cmp_BNGD: Tensor,
+    spec: NSASpec,
+    start: int = 0,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Ids of the blocks each query and group attends to: `[B,S,G,n_sel]` int32, ascending, then −1 for unused ones.
 
     The ids of a packed row count from the first block of the query's document.
     """
+    if scale is not None:
+        return select_blocks(_scaled(q_BSHD, scale), k_cmp_BNGD, spec, start, cu_seqlens)
     if cu_seqlens is not None:
         each = documents(cu_seqlens, q_BSHD.shape[1], spec)
         chosen = [select_blocks(q_BSHD[:, tokens], k_cmp_BNGD[:, blocks], spec) for tokens, blocks in each]

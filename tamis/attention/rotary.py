@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tamis.attention.packing import positions_in_documents
+from tamis.attention.packing import PackedRow
 
 
 class Rotary(nn.Module):
@@ -26,11 +26,11 @@ class Rotary(nn.Module):
         self.cos: Tensor
         self.sin: Tensor
 
-    def tables(self, tokens: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tables(self, row: PackedRow | None = None) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of a row's tokens; positions restart at every packed document."""
-        if cu_seqlens is None:
+        if row is None:
             return self.cos, self.sin
-        positions = positions_in_documents(cu_seqlens, tokens)
+        positions = row.positions()
         return self.cos[positions], self.sin[positions]
 
     def forward(self, x_BSHD: Tensor, positions_S: Tensor) -> Tensor:

@@ -75,6 +75,11 @@ class NSASpec:
         return self.compressed_blocks(context) + min(self.n_sel * self.l_sel, context) + min(self.w, context)
 
 
+def as_numbers(spec: NSASpec) -> list[int]:
+    """The spec as an operation takes it: `NSASpec(*numbers)` is the inverse."""
+    return [spec.l, spec.d, spec.l_sel, spec.n_sel, spec.w]
+
+
 @dataclass(frozen=True)
 class DeviceStart:
     """The position of a tile's first query, read by the kernels from the device.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tamis.attention.cache import Cache
 from tamis.attention.functional import Backend
 from tamis.attention.layer import NSAAttention
+from tamis.attention.packing import PackedRow, as_row
 from tamis.attention.rotary import Rotary
 from tamis.attention.spec import NSASpec, Start
 from tamis.config import Config
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.with_statistics = kind == "nsa" and config.train.aux_stats
 
     def forward(
-        self, x_BSE: Tensor, branch_BSE: Tensor, cu_seqlens: Tensor | None = None
+        self, x_BSE: Tensor, branch_BSE: Tensor, row: PackedRow | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the residual stream, the branch still to be added to it, and the gate statistics.
 
@@ -47,10 +48,10 @@ class Block(nn.Module):
         x_BSE, normed = self.attention_norm.of_sum(x_BSE, branch_BSE)
         statistics = None
         if self.with_statistics:
-            attended, gates = cast(NSAAttention, self.attention).with_gates(normed, cu_seqlens)
+            attended, gates = cast(NSAAttention, self.attention).with_gates(normed, row)
             statistics = gate_statistics(gates)
         else:
-            attended = self.attention(normed, cu_seqlens)
+            attended = self.attention(normed, row)
         x_BSE, normed = self.feed_forward_norm.of_sum(x_BSE, attended)
         return x_BSE, self.feed_forward(normed), statistics
 
@@ -143,17 +144,22 @@ class Decoder(nn.Module):
         """
         self._check_length(tokens_BS)
         x, statistics = self.embedding(tokens_BS), []
-        if cu_seqlens is not None:
+        row = self.packed_row(cu_seqlens, tokens_BS.numel())
+        if row is not None:
             x = x.flatten(0, 1)[None]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         branch: Tensor = _NoBranch.apply(x)  # type: ignore[no-untyped-call]
         for block in self.blocks:
-            x, branch, block_statistics = self._run(block, x, branch, cu_seqlens)
+            x, branch, block_statistics = self._run(block, x, branch, row)
             if block_statistics is not None:
                 statistics.append(block_statistics)
         hidden = self.norm.of_sum(x, branch)[1].view(*tokens_BS.shape, -1)
         return hidden, torch.stack(statistics) if statistics else None
+
+    def packed_row(self, cu_seqlens: Tensor | None, tokens: int) -> PackedRow | None:
+        """Return the packed documents of so many tokens as all layers read them."""
+        return as_row(cu_seqlens, tokens, NSASpec.of(self.config.nsa))
 
     def compile_blocks(self) -> None:
         """Compile one block for all layers, which is much faster than compiling the whole model."""
@@ -199,11 +205,11 @@ class Decoder(nn.Module):
         return cast(list[Block], self.blocks)
 
     def _run(
-        self, block: nn.Module, x: Tensor, branch: Tensor, cu_seqlens: Tensor | None
+        self, block: nn.Module, x: Tensor, branch: Tensor, row: PackedRow | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.config.runtime.gradient_checkpointing and self.training:
-            return checkpoint(block, x, branch, cu_seqlens, use_reentrant=False)
-        return block(x, branch, cu_seqlens)
+            return checkpoint(block, x, branch, row, use_reentrant=False)
+        return block(x, branch, row)
 
     def loss(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the mean cross-entropy in nats of every token after the first, and the gate statistics.

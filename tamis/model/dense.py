@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention.decode import use_kernels
-from tamis.attention.packing import document_of_tokens
+from tamis.attention.packing import PackedRow, document_of_tokens
 from tamis.attention.rotary import Rotary, split_heads
 from tamis.config import Config
 
@@ -48,15 +48,15 @@ class DenseAttention(nn.Module):
         self.project = nn.Linear(model.dim, (model.n_heads + 2 * model.n_kv_groups) * model.d_k, bias=False)
         self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
 
-    def forward(self, x_BSE: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Return the output `[B,S,E]`; `cu_seqlens` packs documents, as for `NSAAttention`."""
+    def forward(self, x_BSE: Tensor, row: PackedRow | None = None) -> Tensor:
+        """Return the output `[B,S,E]`; `row` packs documents, as for `NSAAttention`."""
         sizes, rotated = [self.heads, self.groups, self.groups], [True, True, False]
-        q, k, v = split_heads(self._heads(x_BSE), *self.rotary.tables(x_BSE.shape[1], cu_seqlens), sizes, rotated)
-        return self.out(self._attend(q, k, v, cu_seqlens).flatten(2))
+        q, k, v = split_heads(self._heads(x_BSE), *self.rotary.tables(row), sizes, rotated)
+        return self.out(self._attend(q, k, v, row).flatten(2))
 
-    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        if cu_seqlens is not None:
-            return packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.rotary.cos.shape[0])
+    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow | None) -> Tensor:
+        if row is not None:
+            return packed_attention(q_BSHD, k_BSGD, v_BSGD, row.cu_seqlens, self.rotary.cos.shape[0])
         return causal_attention(q_BSHD, k_BSGD, v_BSGD)
 
     def layer_cache(self, batch: int, max_len: int) -> DenseCache:

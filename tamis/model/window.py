@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.cache import Ring
-from tamis.attention.packing import document_of_tokens
+from tamis.attention.packing import PackedRow, document_of_tokens
 from tamis.attention.rotary import Rotary
 from tamis.config import Config
 from tamis.model.dense import DenseAttention, causal_attention, flash_packed_attention, takes_packed_rows
@@ -37,7 +37,8 @@ class WindowAttention(DenseAttention):
         super().__init__(config, rotary)
         self.window = config.nsa.w
 
-    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow | None) -> Tensor:
+        cu_seqlens = None if row is None else row.cu_seqlens
         if cu_seqlens is not None and takes_packed_rows(q_BSHD, window=True):
             return flash_packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.rotary.cos.shape[0], self.window)
         return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, cu_seqlens)

@@ -82,14 +82,14 @@ def resources(kernel) -> dict[str, int | bool]:  # type: ignore[no-untyped-def]
 def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
     """Every branch, forward and backward, once; results are never written, so nothing is read from them."""
     from tamis.attention import op
-    from tamis.attention.spec import NSASpec
+    from tamis.attention.spec import NSASpec, as_numbers
 
     spec, groups = NSASpec(), 2
     blocks, heads = spec.compressed_blocks(tokens), groups * heads_per_group
     q = torch.empty(1, tokens, heads, dim, dtype=dtype)
     kv = [torch.empty(1, n, groups, dim, dtype=dtype) for n in (blocks, blocks, tokens, tokens, tokens, tokens)]
     gates = torch.empty(1, tokens, heads, 3, dtype=dtype)
-    numbers = op.as_numbers(spec)
+    numbers = as_numbers(spec)
     out, *saved = op.nsa_forward._init_fn(q, *kv, gates, numbers)
     op.nsa_backward._init_fn(out, q, *kv, gates, *saved, numbers)
 

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis.attention import NSASpec, nsa_attention, select_blocks
 from tamis.attention.decode import nsa_decode, tile_attention
+from tamis.attention.spec import as_numbers
 from tests.attention.inputs import NAMES, SMALL, Sizes, make_inputs
 
 EXPECTED = {name: [1, 20, 2, 4] for name in ("k_sel", "v_sel", "k_win", "v_win")} | {
@@ -160,7 +161,7 @@ def test_a_training_step_looks_at_no_value_and_a_callers_ids_are_looked_at(monke
     function, chosen = CALLS["selected_forward"]
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
     inputs = make_inputs(SMALL, Sizes(20), dtype=torch.float32)
-    numbers = op.as_numbers(SMALL)
+    numbers = as_numbers(SMALL)
     with NothingIsRead():
         out, *saved = op.nsa_forward._init_fn(*inputs.values(), numbers)
         op.nsa_backward._init_fn(out, *inputs.values(), *saved, numbers)

@@ -12,8 +12,16 @@ from tests.attention.devices import DEVICE, poisoned_memory, random_inputs, rela
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks
 from tamis.attention.kernels import selection
 from tamis.attention.kernels.banded import keys, queries
-from tamis.attention.kernels.selected import backward, union
-from tamis.attention.packing import PackedRow, compressed_layout, documents, positions_in_documents
+from tamis.attention.kernels.selected import backward, lists, union
+from tamis.attention.kernels.tables import write_tables
+from tamis.attention.packing import (
+    PackedRow,
+    compressed_layout,
+    documents,
+    positions_in_documents,
+    reference_tables,
+)
+from tamis.attention.spec import as_numbers
 
 __all__ = ["poisoned_memory"]
 
@@ -99,6 +107,12 @@ def test_documents_of_every_kind_give_what_they_give_alone(poisoned_memory, leng
     assert_equals_its_documents(lengths, spec, "triton", **({"groups": 1, "heads_per_group": 2} | shape))
 
 
+@pytest.mark.parametrize("lengths", [[7, 100, 43], [*[3] * 25, 40, *[1] * 9]], ids=["cut by chunks", "tiny"])
+def test_documents_that_chunks_cut_give_what_they_give_alone(poisoned_memory, monkeypatch, lengths) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(lists, "LARGE", 32)
+    assert_equals_its_documents(lengths, FINE, "triton", groups=1, heads_per_group=1)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU copies at head dim 128 alone: see tests/gpu/matrix.py")
 def test_copied_tiles_and_gradients_in_halves_stay_inside_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (queries, keys, selection, union):
@@ -179,10 +193,10 @@ def test_launches_depend_on_shapes_alone_and_the_host_reads_nothing(monkeypatch:
         cu_seqlens = offsets(lengths, 3 - len(lengths))
         with NothingIsRead():
             out, *saved = op.nsa_forward._init_fn(
-                *inputs, op.as_numbers(FINE), PackedRow.of(cu_seqlens, 90, FINE).flat, 3, 90
+                *inputs, as_numbers(FINE), PackedRow.of(cu_seqlens, 90, FINE).flat, 3, 90
             )
             flat = PackedRow.of(cu_seqlens, 90, FINE).flat
-            op.nsa_backward._init_fn(out, *inputs, *saved, op.as_numbers(FINE), flat, 3, 90)
+            op.nsa_backward._init_fn(out, *inputs, *saved, as_numbers(FINE), flat, 3, 90)
         seen.append(list(launches))
     assert len(seen[0]) > 15 and seen[0] == seen[1] == seen[2]
 
@@ -241,3 +255,19 @@ def test_tables_of_another_row_are_refused() -> None:
     inputs = [x.detach() for x in random_inputs(SPEC, tokens=20)]
     with pytest.raises(ValueError, match="cu_seqlens was made for a row of 21 tokens, q has 20"):
         nsa_attention(*inputs, SPEC, cu_seqlens=PackedRow.of(offsets([21]), 21, SPEC))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 3), st.sampled_from([1, 100]))
+def test_the_kernels_write_the_tables_of_the_reference(lengths: list[int], padding: int, longest: int) -> None:
+    lengths = [*lengths, longest]
+    cu_seqlens, tokens = offsets(lengths, padding), sum(lengths)
+    expected = [x.to(torch.int32).flatten() for x in reference_tables(cu_seqlens, tokens, SPEC)]
+    written = [torch.full_like(x, -7) for x in expected]
+    write_tables(cu_seqlens, tokens, SPEC, *written)
+    for measured, wanted in zip(written, expected, strict=True):
+        torch.testing.assert_close(measured, wanted)
+    row, layout = PackedRow.of(cu_seqlens, tokens, SPEC), compressed_layout(cu_seqlens, tokens, SPEC)
+    torch.testing.assert_close(row.positions(), positions_in_documents(cu_seqlens, tokens))
+    for name in ("exists", "first_token", "last_position"):
+        assert torch.equal(getattr(row.layout(SPEC), name), getattr(layout, name))

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
-from tamis.attention.kernels.banded.queries import described_keys, load_range
+from tamis.attention.kernels.banded.queries import described_keys, keys_ended
 from tamis.attention.kernels.launch import (
     LOG2E,
     copies_tiles,
@@ -105,7 +105,7 @@ def _part_of_scores(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
 def _score_kernel(
-    q, k, lse, scores, best_of_run, documents, token_table,
+    q, k, lse, scores, best_of_run, token_table,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg,
     B, S, N, G, start, runs, t_begin, t_end, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
@@ -150,25 +150,26 @@ def _score_kernel(
         no_weight = 0.0 if R % HEADS == 0 else float("inf")  # of a head that is none; tokens not alive are not stored
         lse_rows += (tl.load(lse + (r + head) * S + token, mask=there, other=no_weight) * 1.4426950408889634,)
 
-    if documents is None:
+    if token_table is None:
         _score_runs(
             overlap, q_tiles, lse_rows, k, bg, g, G, 0, ended, N, scale, stride_kn, scores, best_of_run, at_row,
             position_t, t, None, t_end, wanted,
             L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
         )  # fmt: skip
     else:
-        first_document = tl.load(token_table + (t_begin + tile * BT) * 4)
-        for document in range(first_document, tl.load(token_table + last * 4) + 1):
-            first_token, first_key = load_range(documents, document)
-            end_token, end_key = load_range(documents, document + 1)
+        at = t_begin + tile * BT
+        while at <= last:  # document by document
+            first_token, end_token = tl.load(token_table + at * 4), tl.load(token_table + at * 4 + 1)
+            first_key, keys = tl.load(token_table + at * 4 + 3), keys_ended(end_token - first_token - 1, L, STRIDE)
             newest_here = (tl.minimum(last, end_token - 1) - first_token) // L_SEL
             wanted_here = tl.where(newest_here < N_SEL, 0, tl.minimum(tl.cdiv(newest_here - 1, RUN), runs))
             ended_here = tl.maximum((token - first_token + 1 - L + STRIDE) // STRIDE, 0)
             _score_runs(
-                overlap, q_tiles, lse_rows, k, bg, g, G, first_key, ended_here, end_key - first_key, scale, stride_kn,
+                overlap, q_tiles, lse_rows, k, bg, g, G, first_key, ended_here, keys, scale, stride_kn,
                 scores, best_of_run, at_row, t - first_token, t, first_token, tl.minimum(t_end, end_token), wanted_here,
                 L_SEL, PIECES, PIECES_SEL, D, DP, PRECISION, BT, HEADS, BN, PARTS, RUN, RUN_P2, COPIED,
             )  # fmt: skip
+            at = end_token
 
 
 @triton.jit
@@ -247,7 +248,7 @@ def _top_kernel(
         start = read_start(start)
         position += start
     if token_table is not None:
-        position -= tl.load(token_table + token * 4 + 1, mask=alive, other=0)
+        position -= tl.load(token_table + token * 4, mask=alive, other=0)
     newest = position // L_SEL
     row = (b * G + g) * (t_end - t_begin) + token - t_begin
     slot = tl.arange(0, SLOTS)[None, :]
@@ -312,7 +313,7 @@ def select_from_lse(
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     slots = triton.next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
-    tables = (packed.document, packed.token) if packed else (None, None)
+    table = packed.token if packed else None
     for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
         blocks = spec.selection_blocks(packed.longest if packed else latest + t_end)
         runs = triton.cdiv(blocks, run)
@@ -321,7 +322,7 @@ def select_from_lse(
         if blocks > spec.n_sel > FORCED_BLOCKS:
             # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
             _score_kernel[(triton.cdiv(t_end - t_begin, tokens) * B * G, 1)](
-                q, keys, lse, scores, best_of_run, *tables, *q.stride()[:3], *k_cmp.stride()[:3],
+                q, keys, lse, scores, best_of_run, table, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, start_argument(start), runs, t_begin, t_end, softmax_scale(q, scale) * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
@@ -330,7 +331,7 @@ def select_from_lse(
         runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
         _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, best_of_run, ids, tables[1], B, S, G, start_argument(start), runs, t_begin, t_end,
+            scores, best_of_run, ids, table, B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
             num_warps=1,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_range, load_rows, rows_from, visible
+from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_rows, rows_from, visible
 from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
@@ -28,8 +28,20 @@ MANY_KEYS = 1024
 
 
 @triton.jit
+def _rows_in_document(table, key, W: tl.constexpr):
+    """First token of a packed row that sees the key, and the one after the last; meaningless without a table."""
+    begin, end = key, key
+    if table is not None:
+        if W > 0:
+            end = tl.minimum(key + W, tl.load(table + 4 * key + 1))
+        else:
+            begin, end = tl.load(table + 2 * key), tl.load(table + 2 * key + 1)
+    return begin, end
+
+
+@triton.jit
 def _row_tiles(
-    ranges, first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+    table, first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
 ):
     """First token that sees keys first…last; tiles of rows from there, and which of them see all keys."""
     t_begin, t_end = first * STRIDE + L - 1, S
@@ -37,9 +49,9 @@ def _row_tiles(
     if W > 0:
         t_end = tl.minimum(last + W, S)
         t_whole_end = tl.minimum(first + W, S)
-    if ranges is not None:
-        t_begin, t_whole_end = load_range(ranges, first)
-        t_whole, t_end = load_range(ranges, last)
+    if table is not None:
+        t_begin, t_whole_end = _rows_in_document(table, first, W)
+        t_whole, t_end = _rows_in_document(table, last, W)
     tiles = tl.cdiv((t_end - t_begin) * R, BM)
     whole_first = tl.minimum(tl.cdiv((t_whole - t_begin) * R, BM), tiles)
     whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
@@ -66,7 +78,7 @@ def _shared_split(
 
 @triton.jit
 def _step(
-    k, v, q, dout, lse, gate, delta, ranges, first, S, key, row_begin, row_end, dk, dv, scale,
+    k, v, q, dout, lse, gate, delta, table, first, S, key, row_begin, row_end, dk, dv, scale,
     stride_qs, stride_qh, stride_os, stride_oh,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -88,7 +100,7 @@ def _step(
     p = tl.exp2(s * scale - lse2[:, None])
     if MASKED:
         seen = visible(t0 + away[:, None], key[None, :], L, STRIDE, W)
-        if ranges is not None:
+        if table is not None:
             seen = (t0 + away[:, None] >= row_begin[None, :]) & (t0 + away[:, None] < row_end[None, :])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
@@ -101,7 +113,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_kernel(
-    q, k, v, lse, dout, gate, delta, ranges, dk_out, dv_out,
+    q, k, v, lse, dout, gate, delta, table, dk_out, dv_out,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -124,15 +136,15 @@ def _dkv_kernel(
     delta += (b * G + g) * R * S
     gate += (b * G + g) * R * S
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(ranges, first, last, S, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(table, first, last, S, L, STRIDE, W, R, BM)
     mine, mine_end = _split(tiles, split, SPLITS)
     key = first + tl.arange(0, BN)
-    row_begin, row_end = load_range(ranges, tl.minimum(key, N - 1))
+    row_begin, row_end = _rows_in_document(table, tl.minimum(key, N - 1), W)
     dk = tl.zeros([DP, BN], tl.float32)
     dv = tl.zeros([DP, BN], tl.float32)
     for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, ranges, t_begin * R + j * BM, S, key, row_begin, row_end,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, row_begin, row_end,
             dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, False,
@@ -142,7 +154,7 @@ def _dkv_kernel(
     for e in range(left + tl.maximum(mine_end - right_first, 0)):
         j = tl.where(e < left, mine + e, right_first + e - left)
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, ranges, t_begin * R + j * BM, S, key, row_begin, row_end,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, row_begin, row_end,
             dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, True,
@@ -168,7 +180,7 @@ def _copied_statistics(statistics, at, head, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_copied_kernel(
-    q, k, v, dout, statistics, ranges, dk_out, dv_out,
+    q, k, v, dout, statistics, table, dk_out, dv_out,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
@@ -198,7 +210,7 @@ def _dkv_copied_kernel(
     k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
     v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(ranges, first, last, S, L, STRIDE, W, R, BM)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(table, first, last, S, L, STRIDE, W, R, BM)
     mine, mine_end = _split(tiles, split, SPLITS)
     if TOGETHER:
         mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
@@ -206,7 +218,7 @@ def _dkv_copied_kernel(
     if W > 0:  # start so that all programs that see a tile of rows take it in the same step
         rotation = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
     key = first + tl.arange(0, BN)
-    row_begin, row_end = load_range(ranges, tl.minimum(key, N - 1))
+    row_begin, row_end = _rows_in_document(table, tl.minimum(key, N - 1), W)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -224,7 +236,7 @@ def _dkv_copied_kernel(
             if (j < whole_first) | (j >= whole_end):
                 token = t0 + tl.arange(0, BM)[None, :] // R
                 seen = visible(token, key[:, None], L, STRIDE, W) & (token < S)
-                if ranges is not None:
+                if table is not None:
                     seen = (token >= row_begin[:, None]) & (token < row_end[:, None])
                 p = tl.where(seen, p, 0.0)
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)

@@ -8,8 +8,8 @@ tiles of keys at the edges, which not every row sees whole, are masked under a b
 
 Rows of a tile are (token, head of the group) pairs, token by token: one tile of keys serves every head of the group and
 no group size is padded. The first query has position `start`, for a tile of a sequence whose keys are cached. A kernel
-that gets None for it is compiled without it: training pays nothing. In a packed row `ranges` has the run of keys of
-every token (`packing.PackedTables`); a kernel that gets None for it goes by L, STRIDE and W.
+that gets None for it is compiled without it: training pays nothing. In a packed row the run of keys ends at the
+document of the token, which `table` has (`PackedTables.token`); a kernel that gets None for it is compiled without it.
 
 The tensor memory accelerator copies a tile whose tensor comes as a descriptor (COPIED); other tiles are read through
 pointers. Copies need neither registers nor instructions for addresses; at head dim 128 that decides what fits. Two
@@ -58,8 +58,8 @@ class Band:
     stride: int
     window: int
     scale: float  # of the scores
-    keys_of_token: Tensor | None = None  # of a packed row: `PackedTables.window_keys` or `compressed_keys`
-    rows_of_key: Tensor | None = None  # `window_rows` or `compressed_rows`
+    documents: Tensor | None = None  # of a packed row: `PackedTables.token`
+    rows_of_key: Tensor | None = None  # with a window the same, else `PackedTables.compressed`
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -102,11 +102,16 @@ def keys_ended(token, L: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def load_range(ranges, index):
-    """Both ends of a packed row's range; meaningless without one."""
-    begin, end = index, index
-    if ranges is not None:
-        begin, end = tl.load(ranges + 2 * index), tl.load(ranges + 2 * index + 1)
+def keys_in_document(table, token, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """First key that a token of a packed row sees, and the one after the last; meaningless without a table."""
+    begin, end = token, token + 1
+    if table is not None:
+        first_token = tl.load(table + 4 * token)
+        if W > 0:
+            begin = tl.maximum(token - W + 1, first_token)
+        else:
+            begin = tl.load(table + 4 * token + 3)
+            end = begin + keys_ended(token - first_token, L, STRIDE)
     return begin, end
 
 
@@ -119,19 +124,19 @@ def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(ranges, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+def key_tiles(table, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
     """The keys of tokens t_first…t_last as tiles from `begin`: how many, and which of them every token sees whole.
 
     The minimum of both ends is always the first. It stays, because without it the compiled code spills.
     """
-    if ranges is None:
+    if table is None:
         begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
         tiles = tl.cdiv(end - begin, BN)
         whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
         whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
     else:
-        begin, first_end = load_range(ranges, t_first)
-        last_begin, end = load_range(ranges, t_last)
+        begin, first_end = keys_in_document(table, t_first, L, STRIDE, W)
+        last_begin, end = keys_in_document(table, t_last, L, STRIDE, W)
         tiles, whole_first = tl.cdiv(end - begin, BN), tl.cdiv(last_begin - begin, BN)
         whole_end = (first_end - begin) // BN
     return begin, tiles, whole_first, whole_end
@@ -193,7 +198,7 @@ def _softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "N", "G", "start"])
 def _forward_kernel(
-    q, k, v, out, lse, ranges,
+    q, k, v, out, lse, table,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     S, N, G, start, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -214,8 +219,8 @@ def _forward_kernel(
     if start is not None:
         start = read_start(start)
         t_first, t_last, position = t_first + start, t_last + start, position + start
-    begin, tiles, whole_first, whole_end = key_tiles(ranges, t_first, t_last, L, STRIDE, W, BN)
-    key_begin, key_end = load_range(ranges, token)
+    begin, tiles, whole_first, whole_end = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    key_begin, key_end = keys_in_document(table, token, L, STRIDE, W)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
@@ -229,7 +234,7 @@ def _forward_kernel(
             if (j < whole_first) | (j >= whole_end):
                 key = first + tl.arange(0, BN)[None, :]
                 seen = visible(position[:, None], key, L, STRIDE, W)
-                if ranges is not None:
+                if table is not None:
                     seen = (key >= key_begin[:, None]) & (key < key_end[:, None])
                 s = tl.where(seen, s, float("-inf"))
             m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
@@ -246,7 +251,7 @@ def _forward_kernel(
 
 @triton.jit
 def _add_dq(
-    q, dout, dq, k, v, lse, gate, delta, ranges, sequence, g, first_row, row, alive, t_first, t_last, token,
+    q, dout, dq, k, v, lse, gate, delta, table, sequence, g, first_row, row, alive, t_first, t_last, token,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
@@ -255,8 +260,8 @@ def _add_dq(
     lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
     delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
     gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
-    begin, tiles, whole_first, whole_end = key_tiles(ranges, t_first, t_last, L, STRIDE, W, BN)
-    key_begin, key_end = load_range(ranges, token)
+    begin, tiles, whole_first, whole_end = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    key_begin, key_end = keys_in_document(table, token, L, STRIDE, W)
     if not COPIED:
         k += sequence.to(tl.int64) * stride_kb + g * stride_kg
         v += sequence.to(tl.int64) * stride_vb + g * stride_vg
@@ -272,7 +277,7 @@ def _add_dq(
             if (j < whole_first) | (j >= whole_end):
                 key = first + tl.arange(0, BN)[None, :]
                 seen = visible(token[:, None], key, L, STRIDE, W)
-                if ranges is not None:
+                if table is not None:
                     seen = (key >= key_begin[:, None]) & (key < key_end[:, None])
                 p = tl.where(seen, p, 0.0)
             ds = p * (dp * gate_row[:, None] - delta_row[:, None])
@@ -282,7 +287,7 @@ def _add_dq(
 
 @triton.jit(do_not_specialize=["S", "G", "N", "N2"])
 def _dq_kernel(
-    q, dout, dq, k, v, lse, gate, delta, ranges, k2, v2, lse2, gate2, delta2, ranges2,
+    q, dout, dq, k, v, lse, gate, delta, table, k2, v2, lse2, gate2, delta2, table2,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N,
     stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2,
@@ -308,12 +313,12 @@ def _dq_kernel(
     # Read here, together with queries and gradients: at the end everything would wait for it.
     acc += tl.load(address, mask=mask, other=0.0).to(tl.float32) * (1.0 / softmax_scale)
     acc = _add_dq(
-        q_tile, dout_tile, acc, k, v, lse, gate, delta, ranges, sequence, g, first_row, row, alive,
+        q_tile, dout_tile, acc, k, v, lse, gate, delta, table, sequence, g, first_row, row, alive,
         t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
         L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
     acc = _add_dq(
-        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, ranges2, sequence, g, first_row, row, alive,
+        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, table2, sequence, g, first_row, row, alive,
         t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
         L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
@@ -333,7 +338,7 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
-        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.keys_of_token,
+        q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.documents,
         *q.stride()[:3], *band.strides, S, N, G, start_argument(start), band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
         BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
@@ -355,7 +360,7 @@ def add_query_gradient(
     numbers: list[int] = []
     for band, rows in (first, second):
         tensors += (described_keys(x, tile.keys, copied) for x in (band.k, band.v))
-        tensors += [rows.lse, rows.gate, rows.delta, band.keys_of_token]
+        tensors += [rows.lse, rows.gate, rows.delta, band.documents]
         numbers += [*band.strides, band.k.shape[1]]
     one, two = first[0], second[0]
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](

@@ -24,7 +24,9 @@ from tamis.attention.kernels.selected.lists import (
     ITEM,
     LARGE,
     Layout,
+    block_tokens,
     chunks_of_pairs,
+    first_block_of,
     item_arguments,
     keys_of_block,
     locate_item,
@@ -35,7 +37,8 @@ from tamis.attention.kernels.selected.lists import (
     sizes_of,
 )  # fmt: skip
 from tamis.attention.kernels.selected.pairs import check_selected
-from tamis.attention.kernels.selected.union import block_tokens, load_at, store_at
+from tamis.attention.kernels.selected.union import load_at, store_at
+from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
 # Chunks of a large call. Memory is short here: the outputs of all branches and all gradients are held. Sequences that
@@ -60,7 +63,7 @@ def selected_backward(
     chunk: int | None = None,
     halves: bool | None = None,
     segment: int | None = None,
-    bounds: Tensor | None = None,
+    packed: PackedTables | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, and write that of q to `dq`; `dout` is the gradient of the mixed output.
@@ -78,12 +81,12 @@ def selected_backward(
     heads_per_group = heads // ids_BSGn.shape[2]
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
-    whole = tokens * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
-    if halves and whole and segment is None:
+    longest = packed.longest if packed else tokens
+    whole = longest * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
+    if halves and whole and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
     chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
-    blocks = None if bounds is None else len(bounds)
-    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, blocks=blocks)
+    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
@@ -95,20 +98,21 @@ def selected_backward(
     dk_sum = torch.empty(dk.shape, dtype=torch.float32, device=device) if several else dk
     dv_sum = torch.empty_like(dk_sum) if several else dv
     part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
-    part_dkv = torch.empty((2, layout.items_per_chunk, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
+    kept = layout.items_per_chunk if halves else layout.parts_per_chunk
+    part_dkv = torch.empty((2, kept, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale)
     inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()
     strides = [stride for x in (q_BSHD, k_BSGD, v_BSGD, dout_BSHD) for stride in x.stride()[:3]]
     parts_of_sums = part_dq, part_dkv[0], part_dkv[1]
-    for lists in chunks_of_pairs(ids_BSGn, layout):
-        grid, work = (layout.items_per_chunk, parts), (*item_arguments(lists, layout), bounds)
+    for lists in chunks_of_pairs(ids_BSGn, layout, packed=packed, every_part=halves):
+        grid, work = (layout.items_per_chunk, parts), item_arguments(lists, layout, packed)
         if halves:
             backward_halves[grid](*inputs, *parts_of_sums, *work, scale * LOG2E, *strides, **sizes, **settings)
         else:
             backward_items[grid](
-                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, *work, scale * LOG2E, scale,
-                *strides, **sizes, **settings,
+                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work, scale * LOG2E,
+                scale, *strides, **sizes, **settings,
             )  # fmt: skip
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
@@ -116,9 +120,9 @@ def selected_backward(
             BS=triton.next_power_of_2(sizes["N"]), **merge_sizes,
         )  # fmt: skip
         _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
-            part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, bounds, dk_sum, dv_sum, dk, dv,
+            part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,
             lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,
-            layout.blocks, tokens, scale,
+            layout.segment, layout.blocks, packed.blocks if packed else layout.blocks, tokens, scale,
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
@@ -154,8 +158,8 @@ def _merge_query_gradients(
 
 @triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
 def _merge_key_gradients(
-    part_dk, part_dv, list_first, list_items, bounds, dk_sum, dv_sum, dk, dv,
-    first_segment, per_chunk, per_sequence, segments, blocks, tokens, scale,
+    part_dk, part_dv, list_first, list_items, table, bounds, dk_sum, dv_sum, dk, dv,
+    first_segment, per_chunk, per_sequence, segments, segment, blocks, all_blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -168,23 +172,32 @@ def _merge_key_gradients(
     if first >= end:
         return
     first_list = ((first - first_segment) * G + group) * blocks + block
-    if (not ALL) & (tl.load(list_items + first_list) == 1):
+    first_token = (first - sequence * per_sequence) * segment
+    end_token = tl.minimum((end - sequence * per_sequence) * segment, tokens)
+    block += first_block_of(table, first_token)
+    if block >= all_blocks:
+        return
+    block_begin, block_end = block_tokens(bounds, block, tokens, L_SEL)
+    begun, last = block_begin < first_token, block_end <= end_token
+    if block_begin >= end_token:  # a later chunk begins it
+        return
+    items = tl.load(list_items + first_list)
+    if (not ALL) & ((items == 1) | ((items == 0) & begun & (not last))):
         return
     in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     always = tl.full((KEYS,), True, tl.int1)
     dk_acc = tl.zeros((KEYS, BD), tl.float32)
     dv_acc = tl.zeros((KEYS, BD), tl.float32)
-    for segment in range(end - first):
-        list_id = first_list + segment * (G * blocks)
+    for later in range(end - first):
+        list_id = first_list + later * (G * blocks)
         first_item = tl.load(list_first + list_id).to(tl.int64)
         for item in tl.range(0, tl.load(list_items + list_id), loop_unroll_factor=4):
             row = (first_item + item) * (SUB * BN) + in_block
             dk_acc += load_at(part_dk, row * D, always, D, BD)
             dv_acc += load_at(part_dv, row * D, always, D, BD)
-    begun, last = first > sequence * per_sequence, end == (sequence + 1) * per_sequence
     add_key_gradients(
-        dk_acc, dv_acc, in_block, bounds, block, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum, dk, dv,
-        tokens, scale, G, L_SEL, D, BD,
+        dk_acc, dv_acc, in_block, block_begin, block_end, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum,
+        dk, dv, tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip
 
 
@@ -225,9 +238,9 @@ def _without_later_keys(p, token, begin, sub, L_SEL: tl.constexpr, BN: tl.conste
 
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_items(
-    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, scale,
-    dk_scale,
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items, item_part,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, table, bounds,
+    scale, dk_scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -240,10 +253,10 @@ def backward_items(
     if count == 0:
         return
     start, list_id, sequence, first_token, group, block, segment_group = locate_item(
-        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G
     )
     in_block, key, key_live = keys_of_block(bounds, block, sub, tokens, L_SEL, BN)
-    begin, _ = block_tokens(bounds, block, tokens, L_SEL)
+    begin, end = block_tokens(bounds, block, tokens, L_SEL)
     key64 = key.to(tl.int64)
     k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
@@ -281,13 +294,12 @@ def backward_items(
         row = pair.to(OFFSET) * (SUB * R) + head
         store_at(part_dq, row * D, dq, live, D, BD)
     if tl.load(list_items + list_id) == 1:
-        part = (first_segment + segment_group // G) % per_sequence
         add_key_gradients(
-            dk, dv, in_block, bounds, block, group, sequence, part > 0, part == per_sequence - 1, dk_sum, dv_sum,
-            dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
+            dk, dv, in_block, begin, end, group, sequence, begin < first_token, end <= first_token + segment, dk_sum,
+            dv_sum, dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
         )  # fmt: skip
     else:
-        row = (item.to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+        row = (tl.load(item_part + item).to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
         every_key = tl.full((BN,), True, tl.int1)
         store_at(part_dk, row * D, dk, every_key, D, BD)
         store_at(part_dv, row * D, dv, every_key, D, BD)
@@ -296,8 +308,8 @@ def backward_items(
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_halves(
     q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, scale,
-    q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, table, bounds,
+    scale, q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -313,7 +325,7 @@ def backward_halves(
     if count == 0:
         return
     start, _, sequence, first_token, group, block, segment_group = locate_item(
-        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G
     )
     _, key, key_live = keys_of_block(bounds, block, sub, tokens, L_SEL, BN)
     begin, _ = block_tokens(bounds, block, tokens, L_SEL)
@@ -380,13 +392,12 @@ def backward_halves(
 
 @triton.jit
 def add_key_gradients(
-    dk_acc, dv_acc, in_block, bounds, block, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
+    dk_acc, dv_acc, in_block, begin, end, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
     G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
-    block_begin, block_end = block_tokens(bounds, block, tokens, L_SEL)
-    key = block_begin + in_block
-    live = (in_block < L_SEL) & (key < block_end)
+    key = begin + in_block
+    live = (in_block < L_SEL) & (key < end)
     target = ((sequence * tokens + key) * G + group) * D
     dk_acc += load_at(dk_sum, target, live & begun, D, BD).to(tl.float32)
     dv_acc += load_at(dv_sum, target, live & begun, D, BD).to(tl.float32)

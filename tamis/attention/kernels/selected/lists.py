@@ -7,7 +7,8 @@ block. Tokens are ascending within a list: the order of summation is fixed, so t
 Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
 chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment,
 group and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most
-`ITEM` tokens.
+`ITEM` tokens. A segment of a packed row has lists for the blocks of its documents alone, counted from the first of
+them, and a list has room for the tokens of one document.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.launch import block_tiles, padded, precision
-from tamis.attention.kernels.selected.union import Unions, block_tokens
+from tamis.attention.kernels.selected.union import Unions
+from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
@@ -41,10 +43,12 @@ class Layout:
     batch: int
     tokens: int  # per sequence
     groups: int
-    blocks: int  # selection blocks per sequence, those of cached tokens before the first query included
+    blocks: int  # selection blocks of a segment's lists, those of cached tokens before the first query included
     slots: int  # n_sel
+    l_sel: int
     segment: int  # tokens per segment, a multiple of WORD unless it is the whole sequence
     segments_per_chunk: int
+    longest: int  # tokens of a list
 
     @classmethod
     def of(
@@ -55,20 +59,24 @@ class Layout:
         chunk: int | None = None,
         start: int = 0,
         segment: int | None = None,
-        blocks: int | None = None,
+        packed: PackedTables | None = None,
     ) -> Layout:
         """At most about `chunks` chunks, or chunks of about `chunk` tokens; of segments of at most about `segment`, or
         longer ones where lists would be too short."""
         batch, tokens, groups, slots = ids_BSGn.shape
-        blocks = blocks or spec.selection_blocks(start + tokens)
+        blocks = spec.selection_blocks(packed.longest if packed else start + tokens)
         chunk = chunk or -(-max(LARGE, batch * tokens) // chunks)
-        longest = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
-        parts = -(-tokens // longest)
+        most = min(chunk, max(segment, SHORTEST * blocks // slots)) if segment else chunk
+        parts = -(-tokens // most)
         segment = tokens if parts == 1 else -(-tokens // (parts * WORD)) * WORD
         per_sequence = -(-tokens // segment)
         segments_per_chunk = chunk // tokens * per_sequence or max(1, chunk // segment)  # whole sequences if they fit
         segments_per_chunk = min(segments_per_chunk, batch * per_sequence)
-        return cls(batch, tokens, groups, blocks, slots, segment, segments_per_chunk)
+        longest = segment
+        if packed:  # blocks from the first token of a document that reaches into the segment to the segment's end
+            touched = (segment + packed.longest) // spec.l_sel + min(packed.documents, segment) + 1
+            blocks, longest = min(packed.blocks, touched), min(segment, packed.longest)
+        return cls(batch, tokens, groups, blocks, slots, spec.l_sel, segment, segments_per_chunk, longest)
 
     @property
     def segments_per_sequence(self) -> int:
@@ -89,8 +97,8 @@ class Layout:
 
     @property
     def words(self) -> int:
-        """Words of marks per list: one bit per token of the segment."""
-        return -(-self.segment // WORD)
+        """Words of marks per list: one bit per token."""
+        return -(-self.longest // WORD)
 
     @property
     def lists_per_chunk(self) -> int:
@@ -104,6 +112,11 @@ class Layout:
     def items_per_chunk(self) -> int:
         """A bound known without looking at the data: full items, and one unfilled one per list that has any."""
         return self.pairs_per_chunk // ITEM + min(self.lists_per_chunk, self.pairs_per_chunk)
+
+    @property
+    def parts_per_chunk(self) -> int:
+        """A bound on the items of lists that have several: such a list fills more than half of its items."""
+        return min(self.items_per_chunk, 2 * self.pairs_per_chunk // ITEM)
 
     def first_token(self, segment: int) -> int:
         """Position of a segment's first token among all tokens of the batch."""
@@ -120,22 +133,36 @@ class Chunk:
     item_list: Tensor  # int32 [items]: the list an item belongs to
     item_start: Tensor  # int32 [items]: its first pair
     item_count: Tensor  # int32 [items]: its number of pairs, 0 for items that do not exist
-    list_first: Tensor  # int32 [lists]: a list's first item
+    item_part: Tensor  # int32 [items]: where its gradients of keys go, if its list has several items
+    list_first: Tensor  # int32 [lists]: where those of a list begin
     list_items: Tensor  # int32 [lists]: its number of items
 
 
-def chunks_of_pairs(ids_BSGn: Tensor, layout: Layout, unions: Unions | None = None) -> Iterator[Chunk]:
+def chunks_of_pairs(
+    ids_BSGn: Tensor,
+    layout: Layout,
+    unions: Unions | None = None,
+    packed: PackedTables | None = None,
+    every_part: bool = False,
+) -> Iterator[Chunk]:
     """All chunks in order; without the tokens whose tile walks its union. Lists of several chunks are built together as
-    long as their marks stay small."""
+    long as their marks stay small. With `every_part` a list of one item has a part too."""
     ids_BSGn = ids_BSGn.contiguous()
     mark_bytes = layout.lists_per_chunk * layout.words * 3 * 4
     together = max(1, min(layout.chunks, MARK_BYTES // mark_bytes))
     for first_chunk in range(0, layout.chunks, together):
-        yield from _build_span(ids_BSGn, layout, unions, first_chunk, min(together, layout.chunks - first_chunk))
+        chunks = min(together, layout.chunks - first_chunk)
+        yield from _build_span(ids_BSGn, layout, unions, packed, every_part, first_chunk, chunks)
 
 
 def _build_span(
-    ids_BSGn: Tensor, layout: Layout, unions: Unions | None, first_chunk: int, chunks: int
+    ids_BSGn: Tensor,
+    layout: Layout,
+    unions: Unions | None,
+    packed: PackedTables | None,
+    every_part: bool,
+    first_chunk: int,
+    chunks: int,
 ) -> Iterator[Chunk]:
     first_segment = first_chunk * layout.segments_per_chunk
     last_segment = min(layout.segments, first_segment + chunks * layout.segments_per_chunk)
@@ -147,39 +174,43 @@ def _build_span(
     marks = torch.zeros(lists * layout.words, dtype=torch.int32, device=device)
     counts = torch.empty_like(marks)
     pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
-    union_counts = unions.counts if unions else counts
+    tables = (unions.counts if unions else counts, packed.token if packed else None)
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (triton.cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
-    constants = {"G": layout.groups, "N": layout.slots, "TILE": unions.tile if unions else None, "BLOCK": 1024}
-    _mark_pairs[grid](ids_BSGn, union_counts, marks, *bounds, *geometry, **constants)
+    constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel, "TILE": unions.tile if unions else None}
+    _mark_pairs[grid](ids_BSGn, *tables, marks, *bounds, *geometry, **constants, BLOCK=1024)
     _count_marks[(triton.cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    _place_pairs[grid](ids_BSGn, union_counts, marks, ends, pairs, *bounds, *geometry, **constants)
+    _place_pairs[grid](ids_BSGn, *tables, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
 
-    items = torch.zeros((3, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
-    item_list, item_start, item_count = items
+    items = torch.zeros((4, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
+    item_list, item_start, item_count, item_part = items
     list_first, list_items = torch.empty((2, chunks, layout.lists_per_chunk), dtype=torch.int32, device=device)
     _cut_lists[(chunks, CUTTERS)](
-        ends, item_list, item_start, item_count, list_first, list_items,
-        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, CUTTERS=CUTTERS, BLOCK=1024,
+        ends, item_list, item_start, item_count, item_part, list_first, list_items,
+        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, EVERY_PART=every_part,
+        CUTTERS=CUTTERS, BLOCK=1024,
     )  # fmt: skip
     del marks, counts, ends  # not needed by the kernels that run between the chunks
     for c in range(chunks):
         yield Chunk(
             first_segment + c * layout.segments_per_chunk,
-            pairs, item_list[c], item_start[c], item_count[c], list_first[c], list_items[c],
+            pairs, item_list[c], item_start[c], item_count[c], item_part[c], list_first[c], list_items[c],
         )  # fmt: skip
 
 
 @triton.jit
 def _locate_pairs(
-    ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
-):
+    ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G, N, L_SEL, TILE, BLOCK,
+):  # fmt: skip
     """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = tl.load(ids + pair, mask=pair < last, other=-1)
-    exists = (block >= 0) & (block < blocks)
+    exists = block >= 0
+    if table is None:
+        exists = exists & (block < blocks)
     slot = (pair % N).to(tl.int32)
     group = (pair // N) % G
     token = pair // (N * G)
@@ -189,8 +220,16 @@ def _locate_pairs(
         tile = (sequence * G + group) * tl.cdiv(tokens, TILE) + in_sequence // TILE
         exists = exists & (tl.load(union_counts + tile * 2, mask=exists, other=0) < 0)
     in_segment = in_sequence % segment
+    in_list = in_segment
+    if table is not None:  # lists count from the segment's first block, and their tokens from the block's first
+        first_token = tl.load(table + 4 * in_sequence, mask=exists, other=0)
+        first_block = tl.load(table + 4 * in_sequence + 2, mask=exists, other=0)
+        begin = first_token + (block - first_block) * L_SEL - (in_sequence - in_segment)
+        in_list = in_segment - tl.maximum(begin, 0)
+        block -= tl.load(table + 4 * (in_sequence - in_segment) + 2, mask=exists, other=0)
+        exists = exists & (block < blocks) & (in_list < words * 32)  # as long as no document exceeds max_seqlen
     list_id = ((sequence * per_sequence + in_sequence // segment - first_segment) * G + group) * blocks + block
-    return exists, list_id * words + in_segment // 32, in_segment % 32, in_segment * N + slot
+    return exists, list_id * words + in_list // 32, in_list % 32, in_segment * N + slot
 
 
 @triton.jit
@@ -204,13 +243,14 @@ def _count_bits(word):
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
-    ids, union_counts, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, union_counts, table, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per pair. Integer atomics give the same result in any order."""
     exists, word, bit, _ = _locate_pairs(
-        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
-    )
+        ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+        G, N, L_SEL, TILE, BLOCK,
+    )  # fmt: skip
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
 
@@ -223,13 +263,14 @@ def _count_marks(marks, counts, words, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _place_pairs(
-    ids, union_counts, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, union_counts, table, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks,
+    words, G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each pair to its place: behind all pairs of earlier words, and of earlier tokens in its own word."""
     exists, word, bit, stored = _locate_pairs(
-        ids, union_counts, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, TILE, BLOCK
-    )
+        ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+        G, N, L_SEL, TILE, BLOCK,
+    )  # fmt: skip
     mark = tl.load(marks + word, mask=exists, other=0)
     end = tl.load(ends + word, mask=exists, other=0)
     one = tl.full((BLOCK,), 1, tl.int32)
@@ -239,8 +280,8 @@ def _place_pairs(
 
 @triton.jit
 def _cut_lists(
-    ends, item_list, item_start, item_count, list_first, list_items, words, lists, items,
-    ITEM: tl.constexpr, CUTTERS: tl.constexpr, BLOCK: tl.constexpr,
+    ends, item_list, item_start, item_count, item_part, list_first, list_items, words, lists, items,
+    ITEM: tl.constexpr, EVERY_PART: tl.constexpr, CUTTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cut the lists of one chunk into items of at most ITEM pairs, numbered in the order of the lists.
 
@@ -250,7 +291,9 @@ def _cut_lists(
     item_list += chunk * items
     item_start += chunk * items
     item_count += chunk * items
+    item_part += chunk * items
     used = 0
+    used_parts = 0
     for first in range(0, lists, BLOCK):
         list_id = first + tl.arange(0, BLOCK)
         exists = list_id < lists
@@ -260,14 +303,18 @@ def _cut_lists(
         start = tl.where(exists, start, end)
         wanted = (end - start + ITEM - 1) // ITEM
         first_item = used + tl.cumsum(wanted, 0) - wanted
-        tl.store(list_first + chunk * lists + list_id, first_item, mask=exists)
+        parts = wanted if EVERY_PART else tl.where(wanted > 1, wanted, 0)
+        first_part = used_parts + tl.cumsum(parts, 0) - parts
+        tl.store(list_first + chunk * lists + list_id, first_part, mask=exists)
         tl.store(list_items + chunk * lists + list_id, wanted, mask=exists)
         for part in range(tl.program_id(1), tl.max(wanted, 0), CUTTERS):
             real = part < wanted
             tl.store(item_list + first_item + part, list_id, mask=real)
             tl.store(item_start + first_item + part, start + part * ITEM, mask=real)
             tl.store(item_count + first_item + part, tl.minimum(end - start - part * ITEM, ITEM), mask=real)
+            tl.store(item_part + first_item + part, first_part + part, mask=real)
         used += tl.sum(wanted, 0)
+        used_parts += tl.sum(parts, 0)
 
 
 def sizes_of(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, Any]:
@@ -300,10 +347,11 @@ def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
     return tl.int32 if reach < 2**31 else tl.int64
 
 
-def item_arguments(lists: Chunk, layout: Layout) -> tuple:
+def item_arguments(lists: Chunk, layout: Layout, packed: PackedTables | None) -> tuple:
     return (
         lists.pairs, lists.item_list, lists.item_start, lists.item_count, lists.first_segment,
         layout.segments_per_sequence, layout.segment, layout.blocks, layout.tokens,
+        packed.token if packed else None, packed.block if packed else None,
     )  # fmt: skip
 
 
@@ -315,7 +363,7 @@ def merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int
 
 
 @triton.jit
-def locate_item(item, item_list, item_start, first_segment, per_sequence, segment, blocks, G: tl.constexpr):
+def locate_item(item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G: tl.constexpr):
     """An item's first pair and its list; then of that list: sequence, first token of the segment, group, block and
     (segment, group) index in the chunk."""
     start = tl.load(item_start + item)
@@ -324,7 +372,23 @@ def locate_item(item, item_list, item_start, first_segment, per_sequence, segmen
     index = first_segment + segment_group // G
     sequence = (index // per_sequence).to(tl.int64)
     first_token = (index % per_sequence) * segment
-    return start, list_id, sequence, first_token, (segment_group % G).to(tl.int64), list_id % blocks, segment_group
+    block = list_id % blocks + first_block_of(table, first_token)
+    return start, list_id, sequence, first_token, (segment_group % G).to(tl.int64), block, segment_group
+
+
+@triton.jit
+def first_block_of(table, first_token):
+    """The block that the lists of a segment count from."""
+    return 0 if table is None else tl.load(table + 4 * first_token + 2)
+
+
+@triton.jit
+def block_tokens(bounds, block, tokens, L_SEL: tl.constexpr):
+    """First token of a block, and the end of its sequence or document."""
+    begin, end = block * L_SEL, tokens
+    if bounds is not None:
+        begin, end = tl.load(bounds + 2 * block), tl.load(bounds + 2 * block + 1)
+    return begin, end
 
 
 @triton.jit

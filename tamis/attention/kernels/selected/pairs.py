@@ -27,6 +27,7 @@ from tamis.attention.kernels.launch import (
 )  # fmt: skip
 from tamis.attention.kernels.selected.lists import (
     Layout,
+    block_tokens,
     chunks_of_pairs,
     item_arguments,
     keys_of_block,
@@ -38,7 +39,7 @@ from tamis.attention.kernels.selected.lists import (
     rows_of_tile,
     sizes_of,
 )  # fmt: skip
-from tamis.attention.kernels.selected.union import Unions, block_tokens, load_at, store_at, union_forward
+from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -67,13 +68,12 @@ def selected_forward(
     if not trusted:
         check_selected(q_BSHD, k_BTGD, v_BTGD, ids_BSGn, spec, latest_start(start))
     q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
-    bounds = packed.block if packed else None
     blocks = spec.selection_blocks(packed.longest if packed else latest_start(start) + q.shape[1])
     if blocks <= DENSE_UP_TO * spec.n_sel:
-        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, bounds, scale, blocks)
+        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, packed, scale)
         return out, lse
-    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, bounds, scale, blocks)
-    return pairs_forward(q, k, v, ids, spec, tiles_with_short_unions, start=start, bounds=bounds, scale=scale)
+    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, packed, scale)
+    return pairs_forward(q, k, v, ids, spec, tiles_with_short_unions, start=start, packed=packed, scale=scale)
 
 
 def check_selected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, spec: NSASpec, start: int = 0) -> None:
@@ -95,7 +95,7 @@ def pairs_forward(
     start: Start = 0,
     cached_bytes: int = CACHED_BYTES,
     early: bool | None = None,
-    bounds: Tensor | None = None,
+    packed: PackedTables | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
@@ -105,8 +105,7 @@ def pairs_forward(
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
     segment = max(1, cached_bytes // bytes_per_token)
-    blocks = None if bounds is None else len(bounds)
-    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment, blocks)
+    layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment, packed)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
     settings = launch_settings("forward", q_BSHD, sizes["R"])
@@ -122,10 +121,9 @@ def pairs_forward(
     part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale) * LOG2E
-    for lists in chunks_of_pairs(ids_BSGn, layout, unions):
+    for lists in chunks_of_pairs(ids_BSGn, layout, unions, packed):
         _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout), bounds, start_argument(start),
-            scale,
+            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed), start_argument(start), scale,
             *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
             EARLY=early, **sizes, **settings,
         )  # fmt: skip
@@ -140,8 +138,8 @@ def pairs_forward(
 @triton.jit(do_not_specialize=["first_segment", "start", "per_sequence"])
 def _forward_items(
     q, k, v, part_out, part_lse,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, bounds, start,
-    scale,
+    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, table,
+    bounds, start, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
@@ -154,7 +152,7 @@ def _forward_items(
     if count == 0:
         return
     first_pair, _, sequence, first_token, group, block, segment_group = locate_item(
-        item, item_list, item_start, first_segment, per_sequence, segment, blocks, G
+        item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G
     )
     keys, first_position = tokens, first_token
     if start is not None:

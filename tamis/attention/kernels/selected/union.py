@@ -7,7 +7,8 @@ is written. Tiles whose union is long are left to the other form: each is counte
 Rows of a tile are tokens × heads of the group.
 Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
 n slots (n_sel). A kernel that gets None for `start` is compiled without it. In a packed row blocks of all documents are
-numbered in order, and `bounds` has the tokens of each (`PackedTables.block`); else block `b` begins at `b·L_SEL`.
+numbered in order, and the table of tokens says where those of a token's document begin; else block `b` begins at
+`b·L_SEL`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.banded.queries import described_keys, load_range, program_tile
+from tamis.attention.kernels.banded.queries import described_keys, program_tile
 from tamis.attention.kernels.launch import (
     LOG2E,
     block_tiles,
@@ -32,6 +33,7 @@ from tamis.attention.kernels.launch import (
     softmax_scale,
     start_argument,
 )  # fmt: skip
+from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
@@ -43,7 +45,7 @@ class Unions:
     """The blocks that the tokens of each tile chose, ascending, and which of the tokens chose each."""
 
     tile: int  # tokens
-    blocks: Tensor  # int32 [B,G,tiles,capacity]
+    blocks: Tensor  # int32 [B,G,tiles,capacity]: first token of each
     tokens: Tensor  # int64 [B,G,tiles,capacity]: one bit per token of the tile
     counts: (
         Tensor  # int32 [B,G,tiles,2]: how many blocks (−1: left to the other form), how many of them all rows see whole
@@ -58,9 +60,8 @@ def union_forward(
     spec: NSASpec,
     every_tile: bool = True,
     start: Start = 0,
-    bounds: Tensor | None = None,
+    packed: PackedTables | None = None,
     scale: float | None = None,
-    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Unions]:
     """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
     batch, tokens, heads, dim = q_BSHD.shape
@@ -71,12 +72,12 @@ def union_forward(
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
-    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, bounds, longest)
+    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, packed)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
         q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
-        unions.blocks, unions.tokens, unions.counts, bounds, out, lse, tokens, start_argument(start),
+        unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
         *unions.blocks.shape[2:], softmax_scale(q_BSHD, scale) * LOG2E,
         *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
@@ -91,14 +92,13 @@ def unite_choices(
     tile: int,
     every_tile: bool,
     start: Start = 0,
-    bounds: Tensor | None = None,
-    longest: int | None = None,
+    packed: PackedTables | None = None,
 ) -> Unions:
-    """Collect the blocks of every tile; of a packed row, whose longest document has `longest` blocks."""
+    """Collect the blocks of every tile."""
     batch, tokens, groups, slots = ids_BSGn.shape
     blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), triton.cdiv(tokens, tile)
-    if bounds is not None:  # of the document in which a tile begins, and no more than one for each token that follows
-        blocks = min(len(bounds), tile + (longest or len(bounds)))
+    if packed:  # of the document in which a tile begins, and no more than one for each token that follows
+        blocks = min(packed.blocks, tile + spec.selection_blocks(packed.longest))
     most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
@@ -109,7 +109,8 @@ def unite_choices(
     )
     padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
-        ids_BSGn, unions.blocks, unions.tokens, unions.counts, bounds, tokens, start_argument(start), tiles, most,
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, packed.token if packed else None, tokens,
+        start_argument(start), tiles, most,
         *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
         WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def unite_choices(
 
 @triton.jit(do_not_specialize=["start"])
 def _unite_choices(
-    ids, union_blocks, union_tokens, counts, bounds, tokens, start, tiles, most, i_b, i_s, i_g,
+    ids, union_blocks, union_tokens, counts, table, tokens, start, tiles, most, i_b, i_s, i_g,
     G: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
     WORTHWHILE: tl.constexpr,
 ):  # fmt: skip
@@ -132,6 +133,12 @@ def _unite_choices(
     exists = (in_tile < TILE) & (token < tokens) & (slot < N)
     ids += (sequence_group // G) * i_b + (sequence_group % G) * i_g
     block = tl.load(ids + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
+    if table is None:
+        block = tl.where(block >= 0, block * L_SEL, -1)
+    else:
+        first_token = tl.load(table + 4 * token, mask=exists, other=0)
+        first_block = tl.load(table + 4 * token + 2, mask=exists, other=0)
+        block = tl.where(block >= 0, first_token + (block - first_block) * L_SEL, -1)
     token_bit = tl.full((BT * BS,), 1, tl.int64) << in_tile.to(tl.int64)
     row = sequence_group * tiles + tile
     union_blocks += row * (most + 2)
@@ -150,8 +157,7 @@ def _unite_choices(
         tl.store(union_blocks + used, newest)
         tl.store(union_tokens + used, tl.sum(tl.where(block == newest, token_bit, 0), 0))
         used += 1
-        begin, _ = block_tokens(bounds, newest, tokens, L_SEL)
-        whole += (begin + L_SEL <= first_position + 1).to(tl.int32)
+        whole += (newest + L_SEL <= first_position + 1).to(tl.int32)
         newest = tl.min(tl.where(block > newest, block, NONE), 0)
     if WORTHWHILE is not None:
         chosen = tl.sum((block >= 0).to(tl.int32), 0)
@@ -176,7 +182,7 @@ def _sample_of(ids, tile, tokens, i_s, N: tl.constexpr, BS: tl.constexpr, TILE: 
 
 @triton.jit(do_not_specialize=["start"])
 def _forward_tiles(
-    q, k, v, union_blocks, union_tokens, counts, bounds, out, lse, tokens, start, tiles, capacity, scale,
+    q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, start, tiles, capacity, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
@@ -214,14 +220,13 @@ def _forward_tiles(
     next_block = tl.load(union_blocks)  # read one step ahead, so that no load of keys waits for it
     next_tokens = tl.load(union_tokens)
     for step in range(used * SUB):
-        block = next_block
+        begin = next_block
         chosen = ((next_tokens >> in_tile) & 1) == 1
         next_block = tl.load(union_blocks + (step + 1) // SUB)
         next_tokens = tl.load(union_tokens + (step + 1) // SUB)
         in_block = (step % SUB) * BN + column
-        begin, end = block_tokens(bounds, block, keys, L_SEL)
         key = begin + in_block
-        key_live = key < end
+        key_live = key < keys
         if L_SEL % BN != 0:
             key_live = key_live & (in_block < L_SEL)
         if COPIED:
@@ -247,15 +252,6 @@ def _forward_tiles(
     store_at(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + (sequence * (G * R) + head) * tokens + token64, natural, mask=live)
-
-
-@triton.jit
-def block_tokens(bounds, block, tokens, L_SEL: tl.constexpr):
-    """First token of a block, and an end that none of its tokens passes."""
-    begin, end = block * L_SEL, tokens
-    if bounds is not None:
-        begin, end = load_range(bounds, block)
-    return begin, end
 
 
 @triton.jit
