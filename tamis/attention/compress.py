@@ -69,7 +69,7 @@ class LearnedCompression(Compression):
 
 
 class _Rearrange(torch.autograd.Function):
-    """`x[:, index]` whose gradient is `d[:, inverse]`, 0 where that is −1: a sum over repeats would be slow to order."""
+    """`x[:, index]` with the gradient `d[:, inverse]`, 0 where that is −1: a sum over repeats would be slow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

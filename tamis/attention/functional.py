@@ -88,7 +88,7 @@ def nsa_attention(
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
     row = _packed(cu_seqlens, q, spec, max_seqlen)
-    out, *others = op.nsa_forward(*inputs, as_numbers(spec), *row, scale, block_ids)
+    out, *others = op.attention(*inputs, as_numbers(spec), *row, scale, block_ids)
     return (out, torch.stack(others[3:6]).detach()) if return_lse else out
 
 

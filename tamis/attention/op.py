@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tamis.attention.checks import (
     check_branch,
@@ -39,14 +42,14 @@ from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
+PLAIN = (Tensor, torch.nn.Parameter)
 ELEMENTS = 4096  # per program
 # Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
 HEADS_OF_DELTA = 4
 ELEMENTS_OF_DELTA = 8192
 
 
-@torch.library.custom_op("tamis::nsa_forward", mutates_args=())
-def nsa_forward(
+def run_forward(
     q: Tensor,
     k_cmp: Tensor,
     v_cmp: Tensor,
@@ -67,7 +70,7 @@ def nsa_forward(
     `packed` is a `PackedRow.flat` of so many documents of at most `max_seqlen` tokens. Given `block_ids` count from the
     document's first block, those returned from the row's.
     """
-    geometry = NSASpec(*spec)
+    geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
     ids = None if block_ids is None else _ids_in_row(block_ids, tables)
     return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=ids)
@@ -86,6 +89,9 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
+    # First, because it takes long, waits for nothing, and so hides the host's time for the launches that follow.
+    with _range("window"):
+        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
     with _range("compressed"):
         out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
     with _range("selection"):
@@ -93,10 +99,11 @@ def attend(
             ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
     with _range("selected"):
         out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
-    with _range("window"):
-        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
+
+
+nsa_forward = torch.library.custom_op("tamis::nsa_forward", run_forward, mutates_args=())
 
 
 @nsa_forward.register_fake
@@ -107,8 +114,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, *rest):  # type:
     return *outs, *lses, q.new_empty((B, S, k_sel.shape[2], spec[3]), dtype=torch.int32)
 
 
-@torch.library.custom_op("tamis::nsa_backward", mutates_args=())
-def nsa_backward(
+def run_backward(
     dout: Tensor,
     q: Tensor,
     k_cmp: Tensor,
@@ -132,22 +138,25 @@ def nsa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
-    geometry, gates = NSASpec(*spec), gates.contiguous()
+    geometry, gates = _spec_of(*spec), gates.contiguous()
     tables = _tables(packed, documents, max_seqlen, q, geometry)
     dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
+    window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
+    statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+    compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
+    # Before the many short launches of the selected branch, whose host time they hide.
+    dk_win, dv_win = key_gradients(q, *window, dout)
+    dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk_sel, dv_sel = selected_backward(
         q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
         packed=tables, scale=scale,
     )  # fmt: skip
-    # Both dense branches add to dq in one pass over the queries.
-    window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
-    statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
-    compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
-    add_query_gradient(q, dout, dq, window, compressed)
-    dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
-    dk_win, dv_win = key_gradients(q, *window, dout)
+    add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+
+nsa_backward = torch.library.custom_op("tamis::nsa_backward", run_backward, mutates_args=())
 
 
 @nsa_backward.register_fake
@@ -171,6 +180,38 @@ def _gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, 
 nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 
+class _EagerAttention(torch.autograd.Function):
+    """The two operations without torch's dispatcher, which takes the host longer than all launches before the first
+    long kernel."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return run_forward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        packed, *tensors = ctx.saved_tensors
+        gradients = run_backward(dout, *tensors, ctx.spec, packed, *ctx.numbers)  # type: ignore[call-arg]
+        return *gradients, None, None, None, None, None, None
+
+
+def attention(*inputs: Any) -> tuple[Tensor, ...]:
+    """`nsa_forward` with gradients, on the shortest way: tracers and dispatch modes need the registered operation."""
+    traced = torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or is_in_torch_dispatch_mode()
+    return nsa_forward(*inputs) if traced else _EagerAttention.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@lru_cache
+def _spec_of(*numbers: int) -> NSASpec:
+    return NSASpec(*numbers)
+
+
 @torch.library.custom_op("tamis::select_blocks", mutates_args=())
 def select_blocks(
     q: Tensor,
@@ -182,7 +223,7 @@ def select_blocks(
     scale: float | None = None,
 ) -> Tensor:
     """Block ids alone, counted from the document's first block; the compressed branch runs for its log-sum-exp."""
-    geometry = NSASpec(*spec)
+    geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
     _, lse = compressed_forward(q, k_cmp, k_cmp, geometry, trusted=True, packed=tables, scale=scale)
     ids = select_from_lse(q, k_cmp, lse, geometry, trusted=True, packed=tables, scale=scale)

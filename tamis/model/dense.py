@@ -119,21 +119,20 @@ def packed_attention(q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens:
 
 
 def flash_packed_attention(
-    q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int = 0
+    q_1SHD: Tensor, k_1SGD: Tensor, v_1SGD: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
-    """Return the same by flash attention; with `window`, each token sees so many, its own included."""
+    """Return the same by flash attention."""
     from torch.nn.attention.varlen import varlen_attn  # here, because it loads slowly
 
     q, k, v = (x[0] for x in (q_1SHD, *_for_every_head(q_1SHD, k_1SGD, v_1SGD)))
     longest = min(len(q), max_seqlen)  # programs are started for so many tokens of every document
-    causal: dict[str, Any] = {"window_size": (window - 1, 0)} if VARLEN_TAKES_WINDOWS else {"is_causal": True}
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if VARLEN_TAKES_WINDOWS else {"is_causal": True}
     return cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal))[None]
 
 
-def takes_packed_rows(q: Tensor, window: bool = False) -> bool:
-    """Return whether flash attention takes packed rows of such queries; in PyTorch 2.10 it takes no window."""
-    fits = q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and (not window or VARLEN_TAKES_WINDOWS)
+def takes_packed_rows(q: Tensor) -> bool:
+    """Return whether flash attention takes packed rows of such queries."""
+    return q.is_cuda and q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _for_every_head(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.cache import Ring
+from tamis.attention.decode import use_kernels
 from tamis.attention.packing import PackedRow, document_of_tokens
 from tamis.attention.rotary import Rotary
 from tamis.config import Config
-from tamis.model.dense import DenseAttention, causal_attention, flash_packed_attention, takes_packed_rows
+from tamis.model.dense import DenseAttention, causal_attention
 
 
 class WindowCache:
@@ -38,10 +39,11 @@ class WindowAttention(DenseAttention):
         self.window = config.nsa.w
 
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow | None) -> Tensor:
-        cu_seqlens = None if row is None else row.cu_seqlens
-        if cu_seqlens is not None and takes_packed_rows(q_BSHD, window=True):
-            return flash_packed_attention(q_BSHD, k_BSGD, v_BSGD, cu_seqlens, self.rotary.cos.shape[0], self.window)
-        return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, cu_seqlens)
+        if use_kernels(q_BSHD):
+            from tamis.attention.kernels.window import window_attention  # here, because Triton may be missing
+
+            return window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, row)
+        return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, row.cu_seqlens if row else None)
 
     def layer_cache(self, batch: int, max_len: int) -> WindowCache:  # type: ignore[override]
         weight, slots = self.project.weight, min(self.window, max_len)

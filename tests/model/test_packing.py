@@ -56,8 +56,8 @@ def test_flash_attention_is_asked_to_be_causal_in_the_words_of_old_and_new_pytor
     for function in (old, new):
         monkeypatch.setattr(varlen, "varlen_attn", function)
         assert dense.flash_packed_attention(q, k, v, offsets([10, 20]), 20).shape == q.shape
-    dense.flash_packed_attention(q, k, v, offsets([10, 20]), 64, window=5)
-    assert asked == [((30, 4, 8), 20, True), ((30, 4, 8), 20, (-1, 0)), ((30, 4, 8), 30, (4, 0))]
+    dense.flash_packed_attention(q, k, v, offsets([10, 20]), 64)
+    assert asked == [((30, 4, 8), 20, True), ((30, 4, 8), 20, (-1, 0)), ((30, 4, 8), 30, (-1, 0))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

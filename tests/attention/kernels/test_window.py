@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from tests.attention.devices import DTYPES, branch_against_reference, poisoned_memory, random_inputs  # isort: skip
+from tests.attention.devices import DEVICE, DTYPES, branch_against_reference, poisoned_memory, random_inputs  # isort: skip
 from tamis.attention import NSASpec
+from tamis.attention.kernels.window import window_attention
+from tamis.attention.packing import PackedRow
+from tamis.model.window import chunked_window_attention
 
 # With one key taking nearly all weight, `dP − delta` cancels while `delta` comes from an output rounded to 8 bits.
 SLACK_OF_LARGE_LOGITS = 2.0
@@ -36,3 +39,16 @@ def test_one_token_sees_itself(poisoned_memory):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_stay_finite_and_right(poisoned_memory, dtype):
     check(12, dtype, tokens=29, scale=30.0, slack=SLACK_OF_LARGE_LOGITS)
+
+
+@pytest.mark.parametrize("lengths", [[45], [13, 1, 31]], ids=["one sequence", "packed"])
+def test_the_window_alone_equals_masked_attention(poisoned_memory, lengths):
+    spec, tokens = NSASpec(w=12), sum(lengths)
+    q, _, _, k, v, *_ = random_inputs(spec, tokens=tokens, groups=1)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    cu_seqlens = ends.int().to(DEVICE) if len(lengths) > 1 else None
+    row = None if cu_seqlens is None else PackedRow.of(cu_seqlens, tokens, spec)
+    outs = window_attention(q, k, v, 12, row), chunked_window_attention(q, k, v, 12, cu_seqlens)
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in outs]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)

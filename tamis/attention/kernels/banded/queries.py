@@ -297,7 +297,7 @@ def _dq_kernel(
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add dq of two branches to dq: queries and gradients are read once, and dq is rounded once."""
+    """Add dq of one or two branches to dq: queries and gradients are read once, and dq is rounded once."""
     tile, sequence, g = program_tile(tl.cdiv(S * R, BM), G)
     b = sequence.to(tl.int64)
     t0, away, r, alive = rows_from(tile * BM, S, R, BM)
@@ -317,11 +317,12 @@ def _dq_kernel(
         t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
         L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
     )  # fmt: skip
-    acc = _add_dq(
-        q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, table2, sequence, g, first_row, row, alive,
-        t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
-        L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
-    )  # fmt: skip
+    if k2 is not None:
+        acc = _add_dq(
+            q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, table2, sequence, g, first_row, row, alive,
+            t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
+            L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
+        )  # fmt: skip
     tl.store(address, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
 
 
@@ -347,22 +348,25 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
 
 
 def add_query_gradient(
-    q: Tensor, dout: Tensor, dq: Tensor, first: tuple[Band, Rows], second: tuple[Band, Rows]
+    q: Tensor, dout: Tensor, dq: Tensor, first: tuple[Band, Rows], second: tuple[Band, Rows] | None = None
 ) -> None:
-    """Add two branches' query gradient to `dq`. `dout` is the mixed output's gradient, not yet times any gate."""
+    """Add the query gradient of one or two branches to `dq`; `dout` is the mixed output's, not yet times any gate."""
     q, dout = unit_last_stride(q), unit_last_stride(dout)
     B, S, H, D = q.shape
     G = first[0].k.shape[2]
     R, scale = H // G, first[0].scale
-    copied = all(copies_tiles(R, band.k, band.v) for band, _ in (first, second))
+    branches = (first, second) if second else (first,)
+    copied = all(copies_tiles(R, band.k, band.v) for band, _ in branches)
     tile = tile_for("dq", q, copied)
     tensors: list[object] = []
     numbers: list[int] = []
-    for band, rows in (first, second):
+    for band, rows in branches:
         tensors += (described_keys(x, tile.keys, copied) for x in (band.k, band.v))
         tensors += [rows.lse, rows.gate, rows.delta, band.documents]
         numbers += [*band.strides, band.k.shape[1]]
-    one, two = first[0], second[0]
+    if second is None:
+        tensors, numbers = tensors + [None] * 6, numbers * 2
+    one, two = first[0], branches[-1][0]
     _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
         q, dout, dq, *tensors, *q.stride()[:3], *dout.stride()[:3], *numbers, S, G, scale, scale * LOG2E,
         L=one.length, STRIDE=one.stride, W=one.window,

@@ -111,8 +111,8 @@ def selected_backward(
             backward_halves[grid](*inputs, *parts_of_sums, *work, scale * LOG2E, *strides, **sizes, **settings)
         else:
             backward_items[grid](
-                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work, scale * LOG2E,
-                scale, *strides, **sizes, **settings,
+                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work,
+                scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
@@ -256,7 +256,7 @@ def backward_items(
         item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G
     )
     in_block, key, key_live = keys_of_block(bounds, block, sub, tokens, L_SEL, BN)
-    begin, end = block_tokens(bounds, block, tokens, L_SEL)
+    begin, _ = block_tokens(bounds, block, tokens, L_SEL)
     key64 = key.to(tl.int64)
     k_tile = load_at(k + sequence * k_b + group * k_g, key64 * k_s, key_live, D, BD)
     v_tile = load_at(v + sequence * v_b + group * v_g, key64 * v_s, key_live, D, BD)
@@ -294,6 +294,11 @@ def backward_items(
         row = pair.to(OFFSET) * (SUB * R) + head
         store_at(part_dq, row * D, dq, live, D, BD)
     if tl.load(list_items + list_id) == 1:
+        # Located again, because registers that hold these numbers during the loop would spill others.
+        _, _, sequence, first_token, group, block, _ = locate_item(
+            item, item_list, item_start, first_segment, per_sequence, segment, blocks, table, G
+        )
+        begin, end = block_tokens(bounds, block, tokens, L_SEL)
         add_key_gradients(
             dk, dv, in_block, begin, end, group, sequence, begin < first_token, end <= first_token + segment, dk_sum,
             dv_sum, dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,

@@ -36,6 +36,11 @@ WORD = 32  # tokens per word of marks
 CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
 
 
+def aligned(count: int) -> int:
+    """Room for numbers, where every chunk's begin at a multiple of 16 bytes: else a kernel is compiled twice."""
+    return -(-count // 16) * 16
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a call's tokens are cut into segments and chunks, and how many lists and items that makes."""
@@ -75,7 +80,7 @@ class Layout:
         longest = segment
         if packed:  # blocks from the first token of a document that reaches into the segment to the segment's end
             touched = (segment + packed.longest) // spec.l_sel + min(packed.documents, segment) + 1
-            blocks, longest = min(packed.blocks, touched), min(segment, packed.longest)
+            blocks, longest = aligned(min(packed.blocks, touched)), min(segment, packed.longest)
         return cls(batch, tokens, groups, blocks, slots, spec.l_sel, segment, segments_per_chunk, longest)
 
     @property
@@ -111,7 +116,7 @@ class Layout:
     @property
     def items_per_chunk(self) -> int:
         """A bound known without looking at the data: full items, and one unfilled one per list that has any."""
-        return self.pairs_per_chunk // ITEM + min(self.lists_per_chunk, self.pairs_per_chunk)
+        return aligned(self.pairs_per_chunk // ITEM + min(self.lists_per_chunk, self.pairs_per_chunk))
 
     @property
     def parts_per_chunk(self) -> int:

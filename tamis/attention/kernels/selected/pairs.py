@@ -123,8 +123,8 @@ def pairs_forward(
     scale = softmax_scale(q_BSHD, scale) * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout, unions, packed):
         _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed), start_argument(start), scale,
-            *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
+            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed),
+            start_argument(start), scale, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
             EARLY=early, **sizes, **settings,
         )  # fmt: skip
         _merge_outputs[merge_grid](
