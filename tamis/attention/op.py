@@ -89,7 +89,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
-    # First, because it takes long, waits for nothing, and so hides the host's time for the launches that follow.
+    # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
     with _range("window"):
         out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
     with _range("compressed"):

@@ -40,9 +40,9 @@ class WindowAttention(DenseAttention):
 
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow | None) -> Tensor:
         if use_kernels(q_BSHD):
-            from tamis.attention.kernels.window import window_attention  # here, because Triton may be missing
+            from tamis.attention.kernels.window import sliding_window  # here, because Triton may be missing
 
-            return window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, row)
+            return sliding_window(q_BSHD, k_BSGD, v_BSGD, self.window, row)
         return chunked_window_attention(q_BSHD, k_BSGD, v_BSGD, self.window, row.cu_seqlens if row else None)
 
     def layer_cache(self, batch: int, max_len: int) -> WindowCache:  # type: ignore[override]

@@ -12,7 +12,7 @@ from tests.attention.devices import DEVICE, poisoned_memory, random_inputs, rela
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks
 from tamis.attention.kernels import selection
 from tamis.attention.kernels.banded import keys, queries
-from tamis.attention.kernels.selected import backward, lists, union
+from tamis.attention.kernels.selected import backward, layout, union
 from tamis.attention.kernels.tables import write_tables
 from tamis.attention.packing import (
     PackedRow,
@@ -109,7 +109,7 @@ def test_documents_of_every_kind_give_what_they_give_alone(poisoned_memory, leng
 
 @pytest.mark.parametrize("lengths", [[7, 100, 43], [*[3] * 25, 40, *[1] * 9]], ids=["cut by chunks", "tiny"])
 def test_documents_that_chunks_cut_give_what_they_give_alone(poisoned_memory, monkeypatch, lengths) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(lists, "LARGE", 32)
+    monkeypatch.setattr(layout, "LARGE", 32)
     assert_equals_its_documents(lengths, FINE, "triton", groups=1, heads_per_group=1)
 
 

@@ -105,7 +105,7 @@ def test_a_tile_is_scored_and_listed_in_chunks_like_a_whole_sequence(poisoned_me
     inputs = inputs_of(spec, 200, groups=1, heads_per_group=1)
     whole = by_tiles(inputs, spec, [41])
     monkeypatch.setattr("tamis.attention.kernels.selection.SCORE_BYTES", 4 * 128 * 50)
-    monkeypatch.setattr("tamis.attention.kernels.selected.lists.LARGE", 256)  # segments of 64 queries
+    monkeypatch.setattr("tamis.attention.kernels.selected.layout.LARGE", 256)  # segments of 64 queries
     monkeypatch.setattr("tamis.attention.kernels.selected.union.WORTHWHILE", 0.5)  # no union is short enough
     for got, want in zip(by_tiles(inputs, spec, [41]), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from tamis.attention.packing import PackedRow
 ROWS = 64  # per program
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, row: PackedRow | None = None) -> Tensor:
+def sliding_window(q: Tensor, k: Tensor, v: Tensor, window: int, row: PackedRow | None = None) -> Tensor:
     """Causal attention `[B,S,H,D]` of every query over the newest `window` keys, its own included."""
     return cast(Tensor, _window_forward(q, k, v, window, None if row is None else row.flat)[0])
 

@@ -14,12 +14,13 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
 from tamis.attention import reference  # isort: skip
 from tamis.attention.kernels.banded import keys as banded_keys  # isort: skip
-from tamis.attention.kernels.selected import lists as selected_lists  # isort: skip
+from tamis.attention.kernels.selected import layout as selected_layout  # isort: skip
 from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: skip
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
 from tamis.attention.kernels.launch import takes_halves  # isort: skip
 from tamis.attention.kernels.selected.backward import cached_segment, selected_backward  # isort: skip
-from tamis.attention.kernels.selected.lists import ITEM, Layout, chunks_of_pairs  # isort: skip
+from tamis.attention.kernels.selected.layout import ITEM, Layout  # isort: skip
+from tamis.attention.kernels.selected.lists import chunks_of_pairs  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
@@ -137,7 +138,7 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
 def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs(
     heads: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected_lists, "SHORTEST", 0)
+    monkeypatch.setattr(selected_layout, "SHORTEST", 0)
     case = Case(tokens=90, heads=heads, batch=1 if heads == 16 else 2)
     assert Layout.of(case.ids, case.spec, 1, segment=1).segments_per_sequence == 3
     out, lse = selected_pairs.pairs_forward(case.q, case.k, case.v, case.ids, case.spec, cached_bytes=1, early=early)
@@ -236,7 +237,7 @@ def test_keys_of_a_longer_cache_are_not_copied(copied) -> None:  # type: ignore[
 def test_gradients_in_halves_agree_with_the_reference(  # type: ignore[no-untyped-def]
     shape, cut, segments, dtype, monkeypatch
 ) -> None:
-    monkeypatch.setattr(selected_lists, "SHORTEST", 0)
+    monkeypatch.setattr(selected_layout, "SHORTEST", 0)
 
     def in_halves(*inputs):  # type: ignore[no-untyped-def]
         return selected_backward(*inputs, halves=True, **cut)

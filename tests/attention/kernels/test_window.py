@@ -5,7 +5,7 @@ import torch
 
 from tests.attention.devices import DEVICE, DTYPES, branch_against_reference, poisoned_memory, random_inputs  # isort: skip
 from tamis.attention import NSASpec
-from tamis.attention.kernels.window import window_attention
+from tamis.attention.kernels.window import sliding_window
 from tamis.attention.packing import PackedRow
 from tamis.model.window import chunked_window_attention
 
@@ -48,7 +48,7 @@ def test_the_window_alone_equals_masked_attention(poisoned_memory, lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0)
     cu_seqlens = ends.int().to(DEVICE) if len(lengths) > 1 else None
     row = None if cu_seqlens is None else PackedRow.of(cu_seqlens, tokens, spec)
-    outs = window_attention(q, k, v, 12, row), chunked_window_attention(q, k, v, 12, cu_seqlens)
+    outs = sliding_window(q, k, v, 12, row), chunked_window_attention(q, k, v, 12, cu_seqlens)
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
     gradients = [torch.autograd.grad(out.sin().sum(), (q, k, v)) for out in outs]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)

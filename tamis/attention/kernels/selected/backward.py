@@ -20,22 +20,18 @@ from torch import Tensor
 from tamis.attention.checks import check_gradients, check_like
 from tamis.attention.kernels.banded.keys import gather_statistics
 from tamis.attention.kernels.launch import LOG2E, launch_settings, softmax_scale, takes_halves, unit_last_stride
-from tamis.attention.kernels.selected.lists import (
-    ITEM,
-    LARGE,
-    Layout,
+from tamis.attention.kernels.selected.items import (
+    add_key_gradients,
     block_tokens,
-    chunks_of_pairs,
     first_block_of,
-    item_arguments,
     keys_of_block,
     locate_item,
     masked_tiles_of,
-    merge_launch,
     pairs_of_tile,
     rows_of_merge,
-    sizes_of,
 )  # fmt: skip
+from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, merge_launch, sizes_of
+from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
 from tamis.attention.packing import PackedTables
@@ -393,20 +389,3 @@ def backward_halves(
     store_at(part_dk + HALF, row * D, tl.trans(dk_hi), every_key, HALF, HALF)
     store_at(part_dv, row * D, tl.trans(dv_lo), every_key, HALF, HALF)
     store_at(part_dv + HALF, row * D, tl.trans(dv_hi), every_key, HALF, HALF)
-
-
-@triton.jit
-def add_key_gradients(
-    dk_acc, dv_acc, in_block, begin, end, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
-    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
-    key = begin + in_block
-    live = (in_block < L_SEL) & (key < end)
-    target = ((sequence * tokens + key) * G + group) * D
-    dk_acc += load_at(dk_sum, target, live & begun, D, BD).to(tl.float32)
-    dv_acc += load_at(dv_sum, target, live & begun, D, BD).to(tl.float32)
-    store_at(dk_sum, target, dk_acc, live & (not last), D, BD)
-    store_at(dv_sum, target, dv_acc, live & (not last), D, BD)
-    store_at(dk, target, dk_acc * scale, live & last, D, BD)
-    store_at(dv, target, dv_acc, live & last, D, BD)

@@ -25,20 +25,17 @@ from tamis.attention.kernels.launch import (
     start_argument,
     unit_last_stride,
 )  # fmt: skip
-from tamis.attention.kernels.selected.lists import (
-    Layout,
+from tamis.attention.kernels.selected.items import (
     block_tokens,
-    chunks_of_pairs,
-    item_arguments,
     keys_of_block,
     locate_item,
     masked_tiles_of,
-    merge_launch,
     pairs_of_tile,
     rows_of_merge,
     rows_of_tile,
-    sizes_of,
 )  # fmt: skip
+from tamis.attention.kernels.selected.layout import Layout, merge_launch, sizes_of
+from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start

@@ -7,8 +7,7 @@ is written. Tiles whose union is long are left to the other form: each is counte
 Rows of a tile are tokens × heads of the group.
 Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
 n slots (n_sel). A kernel that gets None for `start` is compiled without it. In a packed row blocks of all documents are
-numbered in order, and the table of tokens says where those of a token's document begin; else block `b` begins at
-`b·L_SEL`.
+numbered in order, and the table of tokens has the first one of every document; else block `b` begins at `b·L_SEL`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
