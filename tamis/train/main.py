@@ -42,11 +42,13 @@ from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import (
     DamagedCheckpoint,
     checkpoint_to_resume,
+    damage,
     latest_valid_checkpoint,
+    read_manifest,
     remove_leftovers,
     require_valid,
 )
-from tamis.run.files.records import write_json_atomic, write_text_atomic
+from tamis.run.files.records import VAL_HEADER, CsvLog, write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
 from tamis.train.console import Console
 from tamis.train.distributed import Ranks, device_name, join, settings_without_effect
@@ -128,12 +130,15 @@ def _is_under_torchrun_alone() -> bool:
 
 def _problem_with(resume: str | None, config: Config) -> str | None:
     """Return why `resume` cannot be used, or None; checked before anything in the run directory changes."""
-    if resume is None or resume == "auto":
+    run = RunDirectory(config.train.out_dir)
+    if resume is None:
         return None
-    path = Path(resume)
+    path = run.checkpoint(max(run.checkpoints(), default=0)) if resume == "auto" else Path(resume)
     if path.exists() and path.with_suffix(".json").exists():  # its bytes are checked when it is loaded
         if (saved := saved_config(path)) is not None:
             require_same_model(path, saved, config)
+        return _nothing_to_do(run, path, config.train.steps)
+    if resume == "auto":
         return None
     if path.is_dir() and (newest := latest_valid_checkpoint(path)) is not None:
         return f"--resume {path} is a directory: give {RunDirectory(path).checkpoint(newest)}, or auto"
@@ -141,6 +146,16 @@ def _problem_with(resume: str | None, config: Config) -> str | None:
         require_valid(path)
     except DamagedCheckpoint as error:
         return str(error)
+    return None
+
+
+def _nothing_to_do(run: RunDirectory, checkpoint: Path, steps: int) -> str | None:
+    """Return a sentence if a valid checkpoint leaves neither a step nor an evaluation to do."""
+    with contextlib.suppress(ValueError):  # an odd manifest is explained when the checkpoint is loaded
+        step = read_manifest(checkpoint.with_suffix(".json"))["step"]
+        is_evaluated = step in CsvLog(run.val_csv, VAL_HEADER).steps()
+        if (step > steps or (step == steps and is_evaluated)) and damage(checkpoint.with_suffix(".json")) is None:
+            return f"{checkpoint} is at step {step}, and train.steps is {steps}: nothing to do. Raise train.steps"
     return None
 
 

@@ -130,14 +130,16 @@ def losses(run: RunDirectory) -> list[float]:
     return [float(row[1]) for row in rows(run.training_csv)[1:]]
 
 
-def test_resuming_a_finished_run_is_refused(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run", "train.steps=3")
-    run_ranks(tmp_path / "first", 1, train_rank, config)
-    before = RunDirectory(config.train.out_dir).training_csv.read_text()
-    with ranks(tmp_path / "again", 1, train_rank, config, "auto") as running:
-        assert running.wait() == [2]
-        assert "train.steps is 3: nothing to do" in running.log(0)
-    assert RunDirectory(config.train.out_dir).training_csv.read_text() == before
+def test_resuming_a_finished_run_is_refused_and_changes_no_byte(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run_ranks(tmp_path / "first", 1, train_rank, tiny_config(run.path, "train.steps=3"))
+    before = files(run.path)
+    for steps, resume in ((3, "auto"), (2, "auto"), (3, str(run.checkpoint(3)))):
+        config = tiny_config(run.path, f"train.steps={steps}")
+        with ranks(tmp_path / "again", 1, train_rank, config, resume) as running:
+            assert running.wait() == [2], running.output()
+            assert f"train.steps is {steps}: nothing to do" in running.log(0)
+        assert files(run.path) == before
 
 
 def files(folder: Path) -> dict[str, bytes]:
