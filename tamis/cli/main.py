@@ -18,7 +18,13 @@ from tamis.cli.common import Verbs, loading_torch
 from tamis.config.legacy import Request, parse
 from tamis.config.load import guess_key
 from tamis.config.process import set_process_defaults
-from tamis.run.files.console import discard_unwritable_output, open_closed_streams, printable, say
+from tamis.run.files.console import (
+    discard_unwritable_output,
+    open_closed_streams,
+    printable,
+    replace_unencodable,
+    say,
+)
 from tamis.run.files.directory import DirectoryReplaced
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import RunLocked
@@ -111,6 +117,7 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
     """Run `work`, and turn an error into one message and an exit code."""
     set_process_defaults()  # before a verb imports torch
     open_closed_streams()
+    replace_unencodable()
     try:
         return int(work() or 0)
     except KeyboardInterrupt:

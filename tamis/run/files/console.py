@@ -7,6 +7,7 @@ terminal, and `LogFilter` keeps rewritten lines out of the log.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import TextIO
@@ -66,6 +67,13 @@ def open_closed_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  None where it was closed
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def replace_unencodable() -> None:
+    """Let stdout and stderr show `?` for characters that a locale without UTF-8 lacks, instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def discard_unwritable_output() -> None:

@@ -7,7 +7,9 @@ sections about operation.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tamis.config import VOCABULARY, Config, ConfigError, read_yaml
 from tamis.config.schema import OPERATION
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
+from tamis.run.files.reading import OddFile, open_regular
 from tamis.run.files.records import TRAINING_HEADER, CsvLog
 
 CONFIG_CHANGED = "config_changed"  # the event of a resume with other hyperparameters
@@ -73,6 +76,7 @@ def config_changes(old: Mapping[str, Any] | Config, new: Config) -> list[ConfigC
 
 def require_same_run(run: RunDirectory, new: Config) -> list[ConfigChange]:
     """The hyperparameters that a resume here would change; OtherRun when it would not be a resume. Reads only."""
+    _require_regular_files(run)
     old = stored_config(run)
     if old is None or not has_begun(run):
         return []
@@ -80,6 +84,16 @@ def require_same_run(run: RunDirectory, new: Config) -> list[ConfigChange]:
     if foreign := [change for change in changes if change.is_identity]:
         raise OtherRun(_refusal(run, foreign))
     return changes
+
+
+def _require_regular_files(run: RunDirectory) -> None:
+    """Refuse a folder, a FIFO or a link in place of a file that every run writes: it would end the trainer later."""
+    for path in (run.config_yaml, run.env_json, run.metrics_json, run.training_csv, run.val_csv, run.heartbeat(0)):
+        try:
+            with suppress(FileNotFoundError):
+                os.close(open_regular(path))
+        except OddFile as error:
+            raise ConfigError(f"{run.path}: {error}. Move it away, or name another train.out_dir") from None
 
 
 def stored_config(run: RunDirectory) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tamis.cli.main import guarded
 from tamis.run.files.console import REWRITE, LogFilter, counted, printable, say
 
 SCREEN = f"loading\n{REWRITE}step 1{REWRITE}step 2{REWRITE}step 3\n{REWRITE}step 4\nsaved\npartial".encode()
@@ -45,6 +46,13 @@ def test_an_ascii_terminal_shows_question_marks_for_other_characters() -> None:
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     say("2 × H200", stream)
     assert raw.getvalue() == b"[tamis] 2 ? H200\n"
+
+
+def test_a_command_in_a_locale_without_utf8_prints_question_marks_and_succeeds(monkeypatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1", write_through=True))
+    assert guarded(lambda: print("collecting …"), debug=False) == 0
+    assert raw.getvalue() == b"collecting ?\n"
 
 
 def test_a_full_disk_changes_neither_the_work_nor_the_exit_code() -> None:

@@ -1,10 +1,11 @@
 """Which configurations continue a run, and which are another run."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tamis.config import Config, build_config
+from tamis.config import Config, ConfigError, build_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog, read_events
 from tamis.run.files.identity import OtherRun, config_changes, has_begun, record_changes, require_same_run
@@ -48,6 +49,14 @@ def test_other_hyperparameters_are_a_resume_and_are_listed_with_old_and_new_valu
     (event,) = read_events(run)
     assert (event["event"], event["evidence"]["step"]) == ("config_changed", 40)
     assert event["evidence"]["changes"]["train.lr"] == [0.0002, 0.0001]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/hostname")])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.json", "val.csv", "heartbeat_rank0.jsonl"])
+def test_a_folder_fifo_or_link_in_place_of_a_run_file_is_refused_before_training(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name} is a .*Move it away"):
+        require_same_run(RunDirectory(tmp_path), config())
 
 
 def test_a_directory_in_which_no_step_was_done_may_hold_any_run(tmp_path):
