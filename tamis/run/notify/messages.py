@@ -9,18 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from tamis.config import Config
+from tamis.run.checks.evidence import read_config
 from tamis.run.cost import CostMeter, money
-from tamis.run.eta import duration_text
+from tamis.run.eta import duration_text, measure_progress
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.info import read_info
 from tamis.run.files.records import utc
-from tamis.run.monitor.snapshot import Snapshot, read_snapshot
+from tamis.run.monitor.snapshot import active_directory
 
 RESUME = "launch again to resume from the newest checkpoint"
 NOTHING = "nothing"
+RECENT_BEATS = 300  # about a hundred steps
 WHAT_TO_DO = {  # by the message's event; {out} is the run directory
     "start": "watch it with tamis monitor {out}; stop it with touch {out}/.HALT",
-    "phase": f"{NOTHING} after GO; after NO-GO read {{out}}/go_no_go.txt, repair it and launch again",
+    "phase": f"{NOTHING}: the next phase follows",
+    "no_go": "read {out}/go_no_go.txt, repair it and launch again",
     "first_checkpoint": NOTHING,
     "note": "look at it when you have time: tamis monitor {out}",
     "stall": f"{NOTHING} yet: the workers are stopped and started again; their stacks are in {{out}}/stackdump_*.txt",
@@ -111,31 +116,42 @@ def compose(
     event: str, reason: str, config: Config, out: RunDirectory, meter: CostMeter, *, is_final: bool = False
 ) -> Message:
     """A message with the run's newest figures."""
-    snapshot = read_snapshot(out.path, gpus=[])
     price = config.cost.per_hour
+    remedy = WHAT_TO_DO["no_go" if event == "phase" and "NO-GO" in reason else event]
     if is_final and price:
         reason += f". The machine still costs {money(price)} an hour"
     if is_final and config.cost.on_end and event != "preempted":
-        reason += f". cost.on_end runs in {duration_text(config.cost.grace_s)}: touch {out.keep} cancels it"
+        reason += (
+            f". cost.on_end follows {duration_text(config.cost.grace_s)} after the end: touch {out.keep} cancels it"
+        )
     return Message(
         event=event,
         run=config.train.out_dir,
-        step=snapshot.step,
         message=reason,
-        what_to_do=WHAT_TO_DO[event].format(out=config.train.out_dir),
+        what_to_do=remedy.format(out=config.train.out_dir),
         time=utc(),
-        steps=snapshot.steps,
-        loss=snapshot.loss,
-        toks_per_s=snapshot.progress.tokens_per_s or snapshot.toks_per_s,
-        eta=_eta(snapshot),
         cost_so_far=round(meter.spent().cost, 4) if price else None,
         must_arrive=is_final,
+        **_figures(active_directory(out), is_running=not is_final),
     )
 
 
-def _eta(snapshot: Snapshot) -> str | None:
-    seconds = snapshot.progress.eta_s
-    return None if seconds is None else f"{utc(time.time() + seconds)}, in {duration_text(seconds)}"
+def _figures(run: RunDirectory, is_running: bool) -> dict[str, Any]:
+    """Step, loss, speed and ETA from the last heartbeats of rank 0; a snapshot of the monitor would read far more."""
+    ends = [beat for beat in read_heartbeats(run.heartbeat(0), tail=RECENT_BEATS) if beat.phase == "step_end"]
+    config = read_config(run)
+    if not ends or config is None:
+        return {"step": 0, "steps": config.train.steps if config else None}
+    processes = read_info(run.run_info).get("processes") or len(run.heartbeats())
+    progress = measure_progress(ends, config.tokens_per_step(processes), config.train.steps, is_running=is_running)
+    eta_s = progress.eta_s
+    return {
+        "step": ends[-1].step,
+        "steps": config.train.steps,
+        "loss": next((beat.loss for beat in reversed(ends) if beat.loss is not None), None),
+        "toks_per_s": progress.tokens_per_s or ends[-1].toks_per_s,
+        "eta": f"{utc(time.time() + eta_s)}, in {duration_text(eta_s)}" if eta_s else None,
+    }
 
 
 def _is_not_finite(value: object) -> bool:
