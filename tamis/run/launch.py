@@ -35,6 +35,7 @@ from tamis.run.files.lock import RunLock, require_no_launch, require_no_trainer
 from tamis.run.files.reading import open_to_append
 from tamis.run.finish import finish_run, has_ended
 from tamis.run.handover.bundle import write_bundle
+from tamis.run.handover.report import write_report
 from tamis.run.notify.notifier import addresses_for, notified
 from tamis.run.phases import STOPPED_BY_REQUEST, launch_by_phases
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
@@ -150,7 +151,10 @@ def launch_once(job: Job) -> int:
 def _launch_once(job: Job, out: RunDirectory, lock: RunLock) -> int:
     if not is_complete(out, job.config):
         _write_run_info(job, out.path, out)
-    return job.supervised(job.config)
+    code = job.supervised(job.config)
+    if code == ExitCode.COST_LIMIT:
+        say(f"report: {write_report(out)}")
+    return code
 
 
 def _write_run_info(job: Job, logs: Path, out: RunDirectory) -> None:
@@ -218,6 +222,8 @@ def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None,
         say("success criteria, from the files the run left:")
         judge_run(out.path)
         write_bundle(out.path)
+    if code == ExitCode.COST_LIMIT:
+        say(f"report: {write_report(out)}")
     return code
 
 

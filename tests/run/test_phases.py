@@ -11,6 +11,7 @@ from rich.console import Console
 from tamis.config import Config, ConfigError, build_config
 from tamis.run import phases
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.phases import PHASES, launch_by_phases, parse_phase_steps, read_go_no_go
 from tests.run.fabricate import GPUS, Story, fabricate
@@ -105,6 +106,9 @@ def test_a_failed_phase_stops_the_launch_with_reason_and_remedy(config):
     assert "NO-GO (1 failed" in screen
     assert "0.2000" in screen
     assert "train.lr" in screen
+    verdicts = [event for event in read_events(RunDirectory(config.train.out_dir)) if event["event"] == "phase_verdict"]
+    assert [event["evidence"]["phase"] for event in verdicts] == [0, 1, 2]
+    assert verdicts[2]["reason"].startswith("phase 2 (extended smoke): NO-GO (1 failed")
 
 
 def test_the_phase_under_way_and_then_the_run_are_found_from_out(config):
@@ -127,7 +131,7 @@ def test_a_crash_of_the_workers_is_a_no_go_with_their_exit_code(config):
     assert "exit code 5 (anomaly)" in screen
 
 
-@pytest.mark.parametrize("stop", [ExitCode.HALTED, ExitCode.PREEMPTED])
+@pytest.mark.parametrize("stop", [ExitCode.HALTED, ExitCode.PREEMPTED, ExitCode.COST_LIMIT])
 def test_a_requested_stop_is_passed_on_and_is_no_verdict(config, stop):
     code, screen = launch(config, Launcher(codes={1: stop}))
     assert code == stop

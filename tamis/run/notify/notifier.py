@@ -27,7 +27,8 @@ from tamis.run.supervise.escalation import wait_until
 
 VARIABLE = "TAMIS_NOTIFY"
 LOOK_EVERY_S = 1.0
-FLUSH_S = 5.0  # longest wait for the last messages
+FLUSH_S = 5.0  # longest wait for the last messages …
+SHORT_FLUSH_S = 2.0  # … and after a signal, when the machine may go away
 REPEAT_S = 600.0  # a message of the same kind comes again after this time at the earliest
 MOST_PER_HOUR = 30
 MOST_BYTES_PER_LOOK = 1 << 20
@@ -57,7 +58,7 @@ class Notifier:
 
     def __init__(self, config: Config, out: RunDirectory, meter: CostMeter, addresses: list[str]) -> None:
         self.config, self.out, self.meter = config, out, meter
-        self.has_ended = False  # a message about the end was sent
+        self.ended_as: str | None = None  # the event of the message about the end
         self._events = EventLog(out, by="notify")
         self._outboxes = [Outbox(one, self._report) for one in addresses]
         self._redact = redactor(os.environ)
@@ -69,13 +70,14 @@ class Notifier:
         self._sent: dict[str, float] = {}  # what a message was about → when
         self._times: list[float] = []  # of the messages of the last hour
         self._held_back: Counter[str] = Counter()
+        self._since_digest: Counter[str] = Counter()
         self._looking = threading.Lock()  # the launch looks too, at its end
 
     def look(self) -> None:
         """Send what the new events, the first checkpoint and the time call for."""
         if not self._outboxes:
             return
-        with self._looking:
+        with self._looking, _harmless():
             self._look()
 
     def _look(self) -> None:
@@ -84,36 +86,39 @@ class Notifier:
         if not self._has_saved and (newest := max(self.out.checkpoints(), default=0)) > self._step_at_launch:
             self._has_saved = True
             self.tell("first_checkpoint", f"{self.out.checkpoint(newest).name} is the first checkpoint of this launch")
-        if self._digest_s and time.monotonic() >= self._next_digest and not self.has_ended:
+        if self._digest_s and time.monotonic() >= self._next_digest and self.ended_as is None:
             self._next_digest = time.monotonic() + self._digest_s
-            self.tell("digest", f"{self.config.notify.digest_hours:g} hours later", about=str(self._next_digest))
+            happened = _counts(self._since_digest) or "nothing to report"
+            self._since_digest.clear()
+            hours = f"{self.config.notify.digest_hours:g}"
+            self.tell("digest", f"the last {hours} hours: {happened}", about=f"digest {self._next_digest}")
 
     def tell(self, event: str, reason: str, *, about: str | None = None, is_final: bool = False) -> None:
         """Queue a message, unless one about the same came a short time ago or there were too many."""
         if not self._outboxes or not (is_final or self._may_send(event, about or event)):
             return
         if self._held_back and is_final:
-            counts = ", ".join(f"{name} × {count}" for name, count in sorted(self._held_back.items()))
-            reason += f" (not sent one by one: {counts})"
-        message = compose(event, self._redact(reason), self.config, self.out, self.meter, is_final=is_final)
-        for outbox in self._outboxes:
-            outbox.put(message)
+            reason += f" (not sent one by one: {_counts(self._held_back)})"
+        with _harmless():
+            message = compose(event, self._redact(reason), self.config, self.out, self.meter, is_final=is_final)
+            for outbox in self._outboxes:
+                outbox.put(message)
 
     def end(self, code: int, reason: str | None = None) -> None:
         """Send how the launch ended, if no event did: it failed before or after the supervised run."""
         self.look()
-        if not self.has_ended and (code != ExitCode.DONE or self._has_started):
-            self.has_ended = True
-            self.tell(sent_at_end(code), reason or f"the launch ended with exit code {code}", is_final=True)
+        if self.ended_as is None and (code != ExitCode.DONE or self._has_started):
+            self.ended_as = sent_at_end(code)
+            self.tell(self.ended_as, reason or f"the launch ended with exit code {code}", is_final=True)
 
     def flush(self) -> None:
         """Wait a few seconds until every message so far is sent."""
         self.look()
         wait_until(lambda: all(outbox.is_empty for outbox in self._outboxes), FLUSH_S)
 
-    def close(self, seconds: float = FLUSH_S) -> None:
+    def close(self) -> None:
         """Wait a few seconds for the last messages."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (SHORT_FLUSH_S if self.ended_as == "preempted" else FLUSH_S)
         for outbox in self._outboxes:
             outbox.close()
         for outbox in self._outboxes:
@@ -125,7 +130,8 @@ class Notifier:
         if kind is None or (name == "start" and self._has_started):  # after a restart, which was sent
             return
         self._has_started |= name == "start"
-        self.has_ended |= name == "end"
+        self.ended_as = kind if name == "end" else self.ended_as
+        self._since_digest[kind] += 1
         about = f"{name} {event['evidence'].get('phase', '')}"
         self.tell(kind, event["reason"], about=about, is_final=name == "end")
 
@@ -150,6 +156,20 @@ class Notifier:
     def _report(self, problem: str) -> None:
         if self.out.is_still_held():
             self._events.record("notify_failed", f"{problem}; trying again for a while")
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Report any error and continue: a message must never fail a run."""
+    try:
+        yield
+    except Exception as error:
+        say(f"a message could not be written ({type(error).__name__}: {error}); the run continues")
+
+
+def _counts(kinds: Counter[str]) -> str:
+    """`restart × 2, stall × 1`."""
+    return ", ".join(f"{name} × {count}" for name, count in sorted(kinds.items()))
 
 
 @contextmanager

@@ -56,6 +56,15 @@ def test_a_run_with_a_crash_leads_to_messages_from_start_to_end_and_no_secret_is
     assert load_config(out.config_yaml).notify.to == f"http://{one.place}/…"
 
 
+def test_a_launch_at_its_limit_writes_the_report_and_names_the_key(tmp_path: Path, receiving) -> None:
+    receiver = receiving()
+    config = config_for(tmp_path / "out", notify={"to": f"http://{receiver.place}/"}, cost={"max_hours": 1e-9})
+    assert launch_fake(config) == 7
+    (message,) = receiver.accepted
+    assert message["event"] == "cost_limit" and message["message"].startswith("cost.max_hours=1e-09 is reached")
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
 def test_a_service_that_never_answers_does_not_hold_up_the_run(tmp_path: Path, receiving, monkeypatch) -> None:
     monkeypatch.setattr(notifier_module, "FLUSH_S", 0.1)
     receiver = receiving(*[0] * 99)
@@ -131,7 +140,10 @@ def test_a_digest_comes_when_its_time_has_come(tmp_path: Path, receiving) -> Non
     receiver, out = receiving(), RunDirectory(tmp_path / "out").create()
     config = config_for(tmp_path / "out", notify={"digest_hours": 1e-5})
     with notified(config, out, CostMeter(config, out), [f"http://{receiver.place}/"]):
-        assert [message["event"] for message in receiver.until(2)[:2]] == ["digest", "digest"]
+        assert receiver.until(1)[0]["message"] == "the last 1e-05 hours: nothing to report"
+        EventLog(out, by="supervisor").record("restart", "it crashed")
+        digests = [message for message in receiver.until(4) if message["event"] == "digest"]
+    assert any(message["message"].endswith("hours: restart × 1") for message in digests)
 
 
 def test_a_secret_of_the_environment_in_a_reason_is_not_sent(tmp_path: Path, receiving, monkeypatch) -> None:
@@ -142,6 +154,18 @@ def test_a_secret_of_the_environment_in_a_reason_is_not_sent(tmp_path: Path, rec
     watcher.tell("note", "refused: a-secret-of-the-environment")
     watcher.close()
     assert receiver.accepted[0]["message"] == "refused: [redacted]"
+
+
+def test_an_error_while_a_message_is_written_does_not_reach_the_launch(tmp_path: Path, receiving, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError("not allowed to read")
+
+    monkeypatch.setattr(notifier_module, "compose", fail)
+    config, out = config_for(tmp_path / "out"), RunDirectory(tmp_path / "out").create()
+    with notified(config, out, CostMeter(config, out), [f"http://{receiving().place}/"]) as watcher:
+        EventLog(out, by="supervisor").record("restart", "it crashed")
+        watcher.look()
+        watcher.end(1)
 
 
 def test_addresses_come_from_the_config_and_the_variable_and_a_stored_one_is_skipped(tmp_path: Path, capsys) -> None:
