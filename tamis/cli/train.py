@@ -34,7 +34,10 @@ Detach = Annotated[bool, typer.Option("--detach", help="run in the background; t
 def run(
     words: Words = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="your own text, JSONL or parquet files, or token shards")
+        list[str] | None,
+        typer.Option(
+            metavar="PATH", help="your own text, JSONL or parquet files, or token shards; several as PATH=WEIGHT"
+        ),
     ] = None,
     tokenizer: Tokenizer = None,
     copy_url: Annotated[
@@ -52,6 +55,8 @@ def run(
 
       tamis run --data my_texts/
 
+      tamis run --data my_texts=0.3 --data sample=0.7
+
       tamis run configs/m7c_125m_80g.yaml --data shards/ --detach
 
       tamis run configs/m7c_125m_80g.yaml copy.to=me@nas:runs/m7c
@@ -61,24 +66,51 @@ def run(
     from tamis.run.launch import main_job
 
     path, overrides = split(words)
-    if data is not None:
+    if data:
         overrides = [*_data_overrides(data), *overrides]  # the user's own keys come last and win
     overrides += tokenizer_override(tokenizer)
     raise typer.Exit(main_job(path, overrides, detach, copy_url))
 
 
-def _data_overrides(path: Path) -> list[str]:
+def _data_overrides(given: list[str]) -> list[str]:
     """Keys to train on the user's own files into a directory named after them."""
+    sources = dict(map(_weighted, given))
+    name = "_".join(re.sub(r"[^\w.-]+", "_", Path(path).resolve().stem).strip("._-") for path in sources) or "data"
+    keys = ["data.epochs=null", f"train.out_dir=artifacts/{name}"]
+    tokenizers = {tokenizer for path in sources if (tokenizer := _tokenizer_of(path))}
+    if len(tokenizers) > 1:
+        raise ConfigError(f"--data: the shards have different tokenizers: {', '.join(sorted(tokenizers))}")
+    keys += [f"data.tokenizer={json.dumps(tokenizer)}" for tokenizer in tokenizers]
+    if len(sources) > 1 or not tokenizers:
+        keys += ["data.val_fraction=0.05", "train.sample_prompt=null"]  # shards hold their own share
+    if len(sources) > 1:
+        return [*keys, "data.dataset=mixture", f"data.mixture={json.dumps(sources)}"]
+    (path,) = sources
+    return [*keys, f"data.dataset={'shards' if tokenizers else 'local'}", f"data.local_path={json.dumps(path)}"]
+
+
+def _weighted(given: str) -> tuple[str, float]:
+    """The path and weight of PATH or PATH=WEIGHT; a path that exists may itself hold a `=`."""
+    path, equals, weight = given.rpartition("=")
+    if not equals or Path(given).exists():
+        return given, 1.0
+    try:
+        return path, float(weight)
+    except ValueError:
+        raise ConfigError(f"--data {given}: the weight {weight!r} is not a number, as in --data PATH=0.5") from None
+
+
+def _tokenizer_of(path: str) -> str | None:
+    """The tokenizer of a folder of shards; None for text. A path without data is refused before anything starts."""
     from tamis.data.local_files import LocalFiles
+    from tamis.data.mixture import BY_NAME
     from tamis.data.shards import MANIFEST, read_shard_manifest, tokenizer_of_shards
 
-    name = re.sub(r"[^\w.-]+", "_", path.resolve().stem).strip("._-") or "data"
-    keys = [f"data.local_path={json.dumps(str(path))}", "data.epochs=null", f"train.out_dir=artifacts/{name}"]
-    if (path / MANIFEST).is_file():
-        own = tokenizer_of_shards(path, read_shard_manifest(path))
-        return [*keys, "data.dataset=shards", f"data.tokenizer={json.dumps(own)}"]
-    LocalFiles(path)  # refuses a path without data before anything starts
-    return [*keys, "data.dataset=local", "data.val_fraction=0.05", "train.sample_prompt=null"]
+    if (Path(path) / MANIFEST).is_file():
+        return tokenizer_of_shards(Path(path), read_shard_manifest(Path(path)))
+    if path not in BY_NAME:
+        LocalFiles(path)
+    return None
 
 
 @verb()

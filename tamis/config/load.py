@@ -137,6 +137,8 @@ def allowed_values(field: FieldInfo) -> str:
     if get_origin(field.annotation) is list:
         return "a list of words"
     base, limits = options[0], list(field.metadata)
+    if get_origin(base) is dict:
+        return "a mapping of names to numbers above 0, or null"
     if get_args(base):  # Annotated[int, …] | None
         base, limits = get_args(base)[0], [*limits, *get_args(base)[1:]]
     more = ", or a list of them" if any(get_origin(option) is list for option in options) else ""

@@ -107,9 +107,12 @@ class Nsa(Section):
 class Data(Section):
     """What the model reads."""
 
-    dataset: Literal["fineweb_edu", "local", "fineweb_edu_local", "shards", "sample", "synthetic"] = _key(
+    dataset: Literal["fineweb_edu", "local", "fineweb_edu_local", "shards", "mixture", "sample", "synthetic"] = _key(
         "fineweb_edu",
-        "A hub dataset, local files (also called fineweb_edu_local), token shards, the sample, or random tokens.",
+        "A hub dataset, local files (or fineweb_edu_local), token shards, a mixture, the sample, or random tokens.",
+    )
+    mixture: dict[Line, Annotated[float, Field(gt=0, le=1e6)]] | None = _key(
+        None, "Sources and their weights: paths of files or shards, `fineweb_edu` or `sample`.", min_length=1
     )
     tokenizer: Line = _key(
         "gpt2", "`gpt2`, `byte`, or a file: a Hugging Face tokenizer.json, its folder, or .tiktoken ranks."
@@ -364,6 +367,10 @@ def impossible_combinations(config: Config) -> list[str]:
         (
             data.dataset in (*LOCAL, "shards") and not data.local_path,
             f"data.local_path must be set when data.dataset is {data.dataset}",
+        ),
+        (
+            (data.dataset == "mixture") != bool(data.mixture),
+            "data.mixture must name sources and weights if data.dataset is mixture, and be null otherwise",
         ),
         (
             data.vocab_size not in (None, VOCABULARY.get(data.tokenizer, data.vocab_size)),

@@ -1,9 +1,8 @@
 """Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch."""
 
 from tamis.data.errors import DataError, EndOfData
-from tamis.data.loader import Batch, Loader
+from tamis.data.loader import Batch, Loader, document_offsets
 from tamis.data.opening import merge_states, open_loader, validation_batches
-from tamis.data.packing import document_offsets
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 
 __all__ = [

@@ -16,6 +16,7 @@ from tamis.data.errors import DataError
 from tamis.data.hub import open_hub
 from tamis.data.loader import Loader, Samples
 from tamis.data.local_files import LocalFiles
+from tamis.data.mixture import MixtureSamples, merge_mixture_states, mixed_rows
 from tamis.data.order import Source
 from tamis.data.sample import sample_source
 from tamis.data.shards import ShardSamples, held_out_stretches
@@ -48,6 +49,8 @@ def open_samples(config: Config, rank: int, world_size: int) -> Samples:
             f"data.vocab_size is {config.vocab_size} and {config.data.tokenizer} has {found} tokens: "
             "set data.vocab_size to null, or give the tokenizer that the model was trained with"
         )
+    if config.data.dataset == "mixture":
+        return MixtureSamples(config, open_samples, rank, world_size)
     if config.data.dataset == "shards":
         return ShardSamples(config, rank, world_size)
     return StreamSamples(config, open_source(config), rank, world_size)
@@ -62,7 +65,7 @@ def open_source(config: Config) -> Source:
         return LocalFiles(str(data.local_path), data.text_column)
     if data.dataset == "fineweb_edu":
         return open_hub(data)
-    raise DataError(f"data.dataset {data.dataset} holds no documents")
+    raise DataError(f"data.dataset {data.dataset} holds no documents: name one source of text")
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,6 +75,8 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     for state in states:
         if state["kind"] == "synthetic":  # noise on one rank marks the whole run
             return state
+    if states[0]["kind"] == "mixture":
+        return merge_mixture_states(states, merge_states)
     return merge_stream_states(states) if states[0]["kind"] == "stream" else states[0]
 
 
@@ -115,6 +120,8 @@ def _shared(config: Config, rank: int, world_size: int) -> tuple[npt.NDArray[np.
 def _held_out_rows(config: Config, wanted: int) -> list[npt.NDArray[np.int32]]:
     if config.data.dataset == "synthetic":
         return [noise(config, VALIDATION, number) for number in range(wanted)]
+    if config.data.dataset == "mixture":
+        return mixed_rows(config, _held_out_rows, wanted)
     if config.data.dataset == "shards":
         return held_out_stretches(config, wanted)
     if not config.data.val_fraction:

@@ -37,7 +37,11 @@ def field_of(dotted: str) -> FieldInfo:
     return type(getattr(Config(), section)).model_fields[key]
 
 
-TIED = {"data.tokenizer": "byte", "data.vocab_size": 50257}  # the values that fit the other defaults
+TIED: dict[str, Any] = {
+    "data.tokenizer": "byte",
+    "data.vocab_size": 50257,
+    "data.mixture": {"sample": 1.0},
+}  # the values that fit the other defaults
 
 
 def another_value(dotted: str) -> Any:
@@ -289,6 +293,8 @@ def test_every_key_can_be_set_survives_the_round_trip_and_changes_the_hash(tmp_p
     tree = {section: {key: another_value(dotted)}}
     if dotted == "cost.max":
         tree["cost"]["per_hour"] = 1.0
+    if dotted in ("data.mixture", "data.dataset"):
+        tree["data"] = {"dataset": "mixture", "mixture": {"sample": 1.0}} if key == "mixture" else {key: "synthetic"}
     config = build_config(tree)
     assert (config.hash == Config().hash) == (section in OPERATION)  # those change nothing that is trained
     again = load_config(written(tmp_path, config.to_yaml()))

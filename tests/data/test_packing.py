@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tamis.config import Config
 from tamis.data import DataError, document_offsets, open_loader
-from tamis.data.packing import most_documents
+from tamis.data.loader import most_documents
 from tests.data.conftest import config_of
 
 EOT = 256

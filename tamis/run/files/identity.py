@@ -28,6 +28,7 @@ IDENTITY_KEYS = (
     "data.tokenizer",
     "data.vocab_size",
     "data.local_path",
+    "data.mixture",
     "data.hub_name",
     "data.hub_subset",
     "data.hub_revision",
