@@ -20,7 +20,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_files_and_shards_are_told_by_what_they_hold(texts: Path) -> None:
+def test_files_and_shards_are_recognised_by_what_they_hold(texts: Path) -> None:
     one = load_config(None, _data_overrides(["my texts"]))
     assert (one.data.dataset, one.data.local_path, one.train.out_dir) == ("local", "my texts", "artifacts/my_texts")
     prepare(load_config(None, ["data.tokenizer=byte", *_data_overrides(["my texts"])]), "shards")
