@@ -41,6 +41,7 @@ TIED: dict[str, Any] = {
     "data.tokenizer": "byte",
     "data.vocab_size": 50257,
     "data.mixture": {"sample": 1.0},
+    "copy.to": "file:///backup",
 }  # the values that fit the other defaults
 
 
