@@ -53,8 +53,9 @@ def test_flash_attention_is_asked_to_be_causal_in_the_words_of_old_and_new_pytor
         return query
 
     q, k, v = (torch.zeros(1, 30, heads, 8) for heads in (4, 2, 2))
-    for function in (old, new):
+    for function, takes_windows in ((old, False), (new, True)):
         monkeypatch.setattr(varlen, "varlen_attn", function)
+        monkeypatch.setattr(dense, "VARLEN_TAKES_WINDOWS", takes_windows)
         assert dense.flash_packed_attention(q, k, v, offsets([10, 20]), 20).shape == q.shape
     dense.flash_packed_attention(q, k, v, offsets([10, 20]), 64)
     assert asked == [((30, 4, 8), 20, True), ((30, 4, 8), 20, (-1, 0)), ((30, 4, 8), 30, (-1, 0))]
