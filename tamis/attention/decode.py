@@ -31,7 +31,8 @@ def tile_attention(
     """The mixed output `[B,S,H,D]`, and the blocks `[B,G,n]` the last query chose; the window begins at `first_key`."""
     caches = (compressed_BN2GD, selected_BT2GD, window_BT2GD)
     _check_tile(q_BSHD, caches, gates_BSH3, spec, latest_start(start), first_key)
-    attend = kernel_tile if use_kernels(q_BSHD, kernels) else reference_tile
+    groups = selected_BT2GD.shape[3]
+    attend = kernel_tile if use_kernels(q_BSHD, kernels, groups) else reference_tile
     out, ids_BSGn = attend(q_BSHD, caches, gates_BSH3, spec, start, first_key)
     return out, ids_BSGn[:, -1]
 
@@ -89,7 +90,7 @@ def nsa_decode(
         The mixed output `[B,H,D]`, the chosen blocks `[B,G,n_sel]` and the keys read `[B,G]`.
     """
     _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
-    if use_kernels(q_BHD, kernels):
+    if use_kernels(q_BHD, kernels, selected_BT2GD.shape[3]):
         from tamis.attention.kernels.decode.step import decode
 
         return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec, into=into)
@@ -151,6 +152,12 @@ def _check_step(q_BHD: Tensor, caches: Caches, gates_BH3: Tensor, positions_B: T
     check_positions(positions_B, q_BHD)
 
 
-def use_kernels(q: Tensor, kernels: bool | None = None) -> bool:
-    """Kernels wherever they can run on a GPU; a caller that insists has made sure that they can."""
-    return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1]) is None if kernels is None else kernels
+def use_kernels(q: Tensor, kernels: bool | None = None, groups: int | None = None) -> bool:
+    """Kernels wherever they can run on a GPU; a caller that insists has made sure that they can.
+
+    The heads of the queries share `groups` keys; without them, heads are treated alone and any number will do.
+    """
+    if kernels is not None:
+        return kernels
+    heads_per_group = q.shape[-2] // groups if groups else 1
+    return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1], heads_per_group) is None

@@ -247,7 +247,7 @@ def verify_decode(
             Check(name, _tile_error(normal, heads, groups, dim, spec, end, on_device, kernels), LIMIT[dtype])
             for name, end, on_device in (
                 ("tile out", tokens, False),
-                ("long tile out", LONG * spec.n_sel * spec.l_sel + 5, use_kernels(q, kernels)),
+                ("long tile out", LONG * spec.n_sel * spec.l_sel + 5, use_kernels(q, kernels, groups)),
             )
         ),
     ]

@@ -39,7 +39,7 @@ class WindowAttention(DenseAttention):
         self.window = config.nsa.w
 
     def _attend(self, q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow | None) -> Tensor:
-        if use_kernels(q_BSHD):
+        if use_kernels(q_BSHD, groups=self.groups):
             from tamis.attention.kernels.window import sliding_window  # here, because Triton may be missing
 
             return sliding_window(q_BSHD, k_BSGD, v_BSGD, self.window, row)

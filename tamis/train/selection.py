@@ -20,11 +20,16 @@ SELECTION_STATISTICS = ("distinct", "distance", "likeness")
 
 
 @torch.no_grad()
-def selection_statistics(decoder: Decoder, tokens_1S: Tensor) -> Tensor:
+def selection_statistics(decoder: Decoder, tokens_1S: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return SELECTION_STATISTICS per NSA layer, `[layers, 3]` on the device; NaN where a layer has no choice.
 
-    Blocks run outside compiled code and CUDA graphs, and their parameters must be whole.
+    Blocks run outside compiled code and CUDA graphs, and their parameters must be whole. Of packed documents the
+    longest is measured, whose offsets the host reads.
     """
+    row, document = decoder.packed_row(cu_seqlens, tokens_1S.shape[1]), slice(None)
+    if cu_seqlens is not None:
+        longest = int(cu_seqlens.diff().argmax())
+        document = slice(int(cu_seqlens[longest]), int(cu_seqlens[longest + 1]))
     x = decoder.embedding(tokens_1S)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -32,8 +37,9 @@ def selection_statistics(decoder: Decoder, tokens_1S: Tensor) -> Tensor:
     for block in cast(list[Block], decoder.blocks):
         if isinstance(block.attention, NSAAttention):
             normed = block.attention_norm.of_sum(x, branch)[1]
-            found.append(choice_statistics(block.attention.selected_blocks(normed), block.attention.spec))
-        x, branch, _ = block.forward(x, branch)
+            chosen = block.attention.selected_blocks(normed, row)[:, document]
+            found.append(choice_statistics(chosen, block.attention.spec))
+        x, branch, _ = block.forward(x, branch, row)
     return torch.stack(found)
 
 

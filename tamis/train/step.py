@@ -91,10 +91,11 @@ class TrainStep:
     @torch.no_grad()
     def validation_loss(self, batches: list[np.ndarray]) -> float | None:
         """Return the mean over all batches of all ranks, in nats per token; None when nothing is held out."""
+        offsets = self.ranks.together(lambda: [self._offsets(batch[None])[0] for batch in batches])
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches:
-            loss, _ = self.loss(torch.from_numpy(batch).to(self.device, torch.long), *self._offsets(batch[None]))
+        for batch, cu_seqlens in zip(batches, offsets, strict=True):
+            loss, _ = self.loss(torch.from_numpy(batch).to(self.device, torch.long), cu_seqlens)
             sums += torch.tensor([float(loss), 1.0], dtype=torch.float64)
         self.model.train()
         total, count = (sum(column) for column in zip(*self.ranks.gather(sums.tolist()), strict=True))
@@ -103,11 +104,12 @@ class TrainStep:
     def selection_statistics(self, tokens_ABS1: np.ndarray) -> Tensor:
         """Measure which blocks each NSA layer selects in the first sequence of a batch, `[layers, 3]`.
 
-        The sequence is read as one document, also where training packs documents.
+        Where training packs documents, the figures are those of the longest document in that sequence.
         """
         tokens_1S = self._to_device(tokens_ABS1[0, :1, :-1].copy()).long()
+        (cu_seqlens,) = self._offsets(tokens_ABS1[:1, :1])
         with autocast(self.config, self.device):
-            return selection_statistics(self.decoder, tokens_1S)
+            return selection_statistics(self.decoder, tokens_1S, cu_seqlens)
 
     def forward_seconds(self) -> Callable[[], float | None]:
         """Return a function that gives the time of the last step's forward passes, once that step has finished."""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.attention.ahead_of_time import MOST_STACK
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, assert_chosen_alike, relative_rmse
 
 # After devices, which sets up the interpreter.
-from tamis.attention.decode import nsa_decode, reads  # isort: skip
+from tamis.attention.decode import nsa_decode, reads, use_kernels  # isort: skip
 from tamis.attention.kernels.decode.step import Splits, _tiles, decode, packed_groups, splits_for  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify import require_decode, verify_decode  # isort: skip
@@ -247,3 +248,12 @@ def test_a_short_cache_is_never_split_into_nothing(programs: int, blocks: int) -
     assert splits.compressed == 1
     assert 1 <= splits.window <= 4
     assert 1 <= splits.selected <= 8
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(128, True), (130, False)])
+def test_groups_wider_than_the_kernels_take_are_left_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch, heads: int, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(1, heads, 64))
+    assert use_kernels(q, groups=2) is expected  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tamis.config import Config, Train
+from tamis.data.errors import DataError
 from tamis.model import Decoder
 from tamis.train.distributed import Ranks
 from tamis.train.metrics import StepMetrics, unpack_step
@@ -100,8 +101,11 @@ def test_accumulation_equals_one_big_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["dense", "nsa"])
-def test_packed_documents_train_and_validate_as_if_each_were_alone(tmp_path: Path, attention: str) -> None:
+def test_packed_documents_train_and_validate_as_if_each_were_alone(
+    tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two halves of a row, as two documents, give the loss and gradient of two rows."""
+    together = Ranks.together
     kind = f"model.attention={attention}"
     packed = tiny(tmp_path, kind, "data.packing=documents", "train.batch_size=1", "train.seq_len=64")
     alone = tiny(tmp_path, kind, "train.batch_size=2", "train.seq_len=32")
@@ -115,6 +119,11 @@ def test_packed_documents_train_and_validate_as_if_each_were_alone(tmp_path: Pat
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     assert first.step.validation_loss([row[0]]) == pytest.approx(second.step.validation_loss([halves[0]]), rel=1e-4)
+    shared: list[str] = []
+    monkeypatch.setattr(Ranks, "together", lambda self, action: shared.append("together") or together(self, action))
+    with pytest.raises(DataError, match="a micro-batch holds 64 documents"):  # of more than there is room for
+        first.step.validation_loss([np.full((1, 65), packed.vocab_size - 1, np.int32)])
+    assert shared == ["together"]  # so that every rank raises it
 
 
 def test_gate_statistics_average_all_micro_batches(tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ def test_every_nsa_layer_has_its_figures(layers: str) -> None:
     assert found.shape == (config.layer_kinds.count("nsa"), 3)
 
 
+def test_of_packed_documents_the_longest_is_measured_as_if_it_were_alone() -> None:
+    config = tiny_model_config("runtime.precision=fp32", "train.seq_len=300", "nsa.n_sel=4")
+    torch.manual_seed(0)
+    decoder, tokens = Decoder(config), torch.randint(config.vocab_size, (1, 300))
+    cu_seqlens = torch.tensor([0, 21, 277, 300, 300], dtype=torch.int32)
+    packed, alone = selection_statistics(decoder, tokens, cu_seqlens), selection_statistics(decoder, tokens[:, 21:277])
+    torch.testing.assert_close(packed, alone)
+    assert alone.isfinite().all()
+
+
 def test_a_run_records_the_figures_of_its_last_step_in_the_heartbeat(tmp_path: Path) -> None:
     keys = ["train.steps=3", "train.seq_len=512", "nsa.n_sel=4", "nsa.l_sel=32", "model.n_layers=3"]
     config = tiny_config(tmp_path / "run", *keys, "nsa.layers=[nsa, window]")
