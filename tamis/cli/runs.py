@@ -63,10 +63,18 @@ def logs(
 
 @verb()
 def monitor(
-    run: RunDir,
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="a run's directory, by default the newest; with --web also a folder of runs"
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="print the state once as text")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the state once as JSON")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="seconds between refreshes")] = 2.0,
+    web: Annotated[bool, typer.Option("--web", help="serve it as a page for browsers on this machine")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0: any free one")] = 8765,
+    host: Annotated[str, typer.Option(help="address to listen on; beyond loopback the URL gets a token")] = "127.0.0.1",
 ) -> None:
     """Watch a run live: curves, ranks, GPUs, gates, ETA, alerts. Only reads.
 
@@ -75,10 +83,18 @@ def monitor(
       tamis monitor artifacts/m7c_125m
 
       tamis monitor artifacts/m7c_125m --once     (exit code 1 when something is wrong)
+
+      tamis monitor --web                         (all runs in artifacts/, at http://127.0.0.1:8765)
     """
+    from tamis.run.locate import RUNS, last_written_run
+
+    if web:
+        from tamis.run.monitor.web.server import serve_page
+
+        raise typer.Exit(serve_page(run or RUNS, host, port))
     from tamis.run.monitor.command import show_run
 
-    raise typer.Exit(show_run(run, once=once, as_json=json, every_s=every))
+    raise typer.Exit(show_run(run or last_written_run(), once=once, as_json=json, every_s=every))
 
 
 @verb(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)

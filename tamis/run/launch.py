@@ -36,6 +36,7 @@ from tamis.run.files.reading import open_to_append
 from tamis.run.finish import finish_run, has_ended
 from tamis.run.handover.bundle import write_bundle
 from tamis.run.handover.report import write_report
+from tamis.run.monitor.web.renewal import renewed_page
 from tamis.run.notify.notifier import addresses_for, notified
 from tamis.run.phases import STOPPED_BY_REQUEST, launch_by_phases
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
@@ -67,7 +68,8 @@ class Job:
     def supervised(self, config: Config, log: Path | None = None) -> int:
         budget = RestartBudget(restarts=self.restarts)
         options = LaunchOptions(budget=budget, started=self.started, meter=self.meter)
-        return supervise(config, processes=self.processes, log=log, options=options)
+        with renewed_page(RunDirectory(config.train.out_dir)):
+            return supervise(config, processes=self.processes, log=log, options=options)
 
 
 def main_job(config_path: str | None, overrides: list[str], detach: bool = False, copy_url: str | None = None) -> int:

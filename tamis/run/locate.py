@@ -48,6 +48,14 @@ def runs_in(folder: Path) -> list[RunDirectory]:
     return [RunDirectory(path) for path in (folder, *_folders(folder)) if _is_run(RunDirectory(path))]
 
 
+def last_written_run() -> Path:
+    """The run under artifacts/ whose directory changed last."""
+    runs = runs_in(RUNS)
+    if not runs:
+        raise NoSuchRun(f"there is no run in {RUNS}/: name a run's directory, or start one with tamis run")
+    return max((run.path for run in runs), key=lambda path: path.stat().st_mtime)
+
+
 def holds_a_run(directory: RunDirectory) -> bool:
     """True if any run file exists, even just the log of a failed start."""
     traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
@@ -111,6 +118,27 @@ def test_halt_without_a_run_under_way_and_status_of_one_run(laptop: Laptop) -> N
     assert laptop.types("gpubox", "halt") == (0, "[tamis] no run is under way on gpubox\n")
     code, output = laptop.types("gpubox", "status", RUN)
     assert (code, output[:4]) == (0, "DONE")
+
+
+def test_the_live_page_is_seen_through_a_tunnel_and_ends_with_it(laptop: Laptop) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = laptop.start("gpubox", "tunnel", "--port", str(port))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert f"live page: http://127.0.0.1:{port}/" in line, line
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as events:
+        assert b'"state": "done"' in b"".join(events.readline() for _ in range(5))
+    os.killpg(process.pid, signal.SIGINT)
+    assert "what runs on the host goes on" in process.communicate(timeout=60)[0]
+    until(lambda: not [found for found in psutil.process_iter() if cwd_of(found) == str(laptop.host_folder)])
+
+
+def cwd_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.cwd()
+    return ""
 
 
 def test_a_host_can_be_forgotten(laptop: Laptop) -> None:

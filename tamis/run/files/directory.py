@@ -109,6 +109,10 @@ class RunDirectory:
         return self.path / "train.log"
 
     @property
+    def live_html(self) -> Path:
+        return self.path / "live.html"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tb"
 

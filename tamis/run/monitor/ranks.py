@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import ProcessId, RunLock
 from tamis.run.files.reading import read_json
@@ -76,7 +77,7 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
     if phases == {"halted"}:
         return "halted", f"halted at {where}{_how_to_resume(directory)}"
     if not any(rank.is_alive for rank in ranks):
-        if _owner_lives(directory):
+        if _owner_lives(directory) and not _has_given_up(directory):
             return "restarting", f"no worker is alive after {where}; the launch is starting new ones"
         return "crashed", f"no worker is alive after {where}{_how_to_resume(directory)}"
     return "running", activity(ranks[0].phase, min(rank.step for rank in ranks))
@@ -106,6 +107,12 @@ def _how_to_resume(directory: RunDirectory) -> str:
 def _owner_lives(directory: RunDirectory) -> bool:
     """True if a supervisor, or a launch still at its checks or phases, holds the directory."""
     return any(RunLock(lock).is_held() for lock in (directory.lock, directory.launch_lock))
+
+
+def _has_given_up(directory: RunDirectory) -> bool:
+    """True if the supervisor's last word is the end; the launch may still be writing its report."""
+    events = read_events(directory, 1)
+    return bool(events) and events[-1]["event"] == "end"
 
 
 def _is_alive(beat: Heartbeat, age_s: float) -> bool:

@@ -20,7 +20,14 @@ ENDED = ("done", "halted", "crashed", "failed")
 
 def snapshot_text(snapshot: Snapshot) -> str:
     """All panels in order; empty ones are left out."""
-    panels = {
+    panels = panel_lines(snapshot)
+    blocks = [[f"-- {title}", *lines] if title else lines for title, lines in panels.items() if lines]
+    return "\n".join(printable_line(line) for block in blocks for line in block)
+
+
+def panel_lines(snapshot: Snapshot) -> dict[str, list[str]]:
+    """Title → lines, also for the web page."""
+    return {
         "": status_lines(snapshot),
         "step time": time_lines(snapshot),
         "ranks": rank_lines(snapshot),
@@ -31,8 +38,6 @@ def snapshot_text(snapshot: Snapshot) -> str:
         "events": event_lines(snapshot),
         "alerts": alert_lines(snapshot),
     }
-    blocks = [[f"-- {title}", *lines] if title else lines for title, lines in panels.items() if lines]
-    return "\n".join(printable_line(line) for block in blocks for line in block)
 
 
 def status_lines(snapshot: Snapshot) -> list[str]:

@@ -1,7 +1,6 @@
 """The report is one page that draws its curves in a real browser without network access, and escapes all text."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,9 @@ from tamis.run.files.events import EventLog
 from tamis.run.files.identity import ConfigChange, record_changes
 from tamis.run.files.records import Sample, SampleLog
 from tamis.run.handover.report import report_page
+from tests.browser import browser_window, needs_chromium
 from tests.run.fabricate import fabricate
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
 RESULTS = {"Pilot": [Finding("pass", "5.1 → 2.2", name="loss is falling"), Finding("fail", "0.1 hours", name="length")]}
 
 
@@ -83,26 +74,16 @@ def test_an_empty_directory_still_gives_a_page(tmp_path):
     assert "Nothing was logged" in report_page(read_evidence(tmp_path), {})
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the page is not opened in a browser")
+@needs_chromium
 def test_a_real_browser_draws_every_chart_without_error_or_request(written):
-    from playwright.sync_api import sync_playwright
-
     problems: list[str] = []
     requests: list[str] = []
-    with sync_playwright() as playwright:
-        # However slow the machine is: the suite's own limit ends a test that hangs.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=0)
-        window = browser.new_page()
-        window.set_default_timeout(0)
-        window.on("console", lambda message: problems.append(message.text))
-        window.on("pageerror", lambda error: problems.append(str(error)))
-        window.on("request", lambda request: requests.append(request.url))
+    with browser_window(problems, requests) as window:
         window.goto(written.as_uri())
         window.wait_for_selector("#chart8 .gtitle")  # of the last one
         places = window.locator(".chart").count()
         drawn = window.locator(".chart .scatterlayer .trace").count()
         titles = window.locator(".chart .gtitle").all_text_contents()
-        browser.close()
     assert problems == []
     assert requests == [written.as_uri()]
     assert places == len(titles) == 9
