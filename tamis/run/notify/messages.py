@@ -113,9 +113,16 @@ def sent_at_end(code: object) -> str:
 
 
 def compose(
-    event: str, reason: str, config: Config, out: RunDirectory, meter: CostMeter, *, is_final: bool = False
+    event: str,
+    reason: str,
+    config: Config,
+    out: RunDirectory,
+    meter: CostMeter,
+    *,
+    is_final: bool = False,
+    is_running: bool = False,
 ) -> Message:
-    """A message with the run's newest figures."""
+    """A message with the run's newest figures; with an ETA while the run is running."""
     price = config.cost.per_hour
     remedy = WHAT_TO_DO["no_go" if event == "phase" and "NO-GO" in reason else event]
     if is_final and price:
@@ -132,7 +139,7 @@ def compose(
         time=utc(),
         cost_so_far=round(meter.spent().cost, 4) if price else None,
         must_arrive=is_final,
-        **_figures(active_directory(out), is_running=not is_final),
+        **_figures(active_directory(out), is_running=is_running),
     )
 
 

@@ -100,7 +100,15 @@ class Notifier:
         if self._held_back and is_final:
             reason += f" (not sent one by one: {_counts(self._held_back)})"
         with _harmless():
-            message = compose(event, self._redact(reason), self.config, self.out, self.meter, is_final=is_final)
+            message = compose(
+                event,
+                self._redact(reason),
+                self.config,
+                self.out,
+                self.meter,
+                is_final=is_final,
+                is_running=self.ended_as is None,
+            )
             for outbox in self._outboxes:
                 outbox.put(message)
 

@@ -42,9 +42,9 @@ def test_a_run_with_a_crash_leads_to_messages_from_start_to_end_and_no_secret_is
     done = next(message for message in one.accepted if message["event"] == "done")
     assert done["run"] == str(tmp_path / "out") and (done["step"], done["steps"], done["loss"]) == (10, 10, 3.0)
     assert done["message"].endswith("The machine still costs 3,600.00 $ an hour") and done["cost_so_far"] > 0.1
-    assert "tamis handoff" in done["what_to_do"]
+    assert "tamis handoff" in done["what_to_do"] and done["eta"] is None
     restart = next(message for message in one.accepted if message["event"] == "restart")
-    assert "it ended with exit code 1 (crash) at step 6" in restart["message"]
+    assert "it ended with exit code 1 (crash) at step 6" in restart["message"] and ", in 0:0" in restart["eta"]
 
     out = RunDirectory(tmp_path / "out")
     stored = report_page(read_evidence(out), {}) + "".join(
