@@ -234,6 +234,8 @@ def _announce(trainer: Trainer) -> None:
         f"{model.n_layers} layers, dim {model.dim}, {flops_per_token(config) / 1e6:,.0f} MFLOP per trained token"
     )
     say(f"{ranks.world_size} × {device_name(ranks.device)}, {config.runtime.precision} compute")
+    if config.copy.to:  # a supervisor keeps it to itself
+        say("copy.to has no effect without supervision: use tamis run or tamis launch")
     say(
         f"{train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
         f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"

@@ -147,8 +147,8 @@ class Copier:
         """Upload the files that are not there yet, then compare the checksums of what the other end holds."""
         is_new = not self.store.names(folder)
         missing = list(sources) if is_new else self._differing(folder, digests)
-        for name in missing:
-            self.store.put(sources[name], f"{folder}/{name}", self.transfer)
+        if missing:
+            self.store.put(folder, {name: sources[name] for name in missing}, self.transfer)
         if damaged := self._differing(folder, {name: digests[name] for name in missing}):
             for name in damaged:
                 self.store.remove(f"{folder}/{name}")

@@ -12,7 +12,7 @@ from tamis.config import Config, ConfigError, load_config
 from tamis.run.background import repeated
 from tamis.run.copies.copier import own_id
 from tamis.run.copies.index import StepCopy, complete_copies, is_tokenizer, newest_first, write_owner
-from tamis.run.copies.store import Store, StoreError, open_store
+from tamis.run.copies.store import Store, open_store
 from tamis.run.files.console import say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import MIB
@@ -49,9 +49,8 @@ def fetch_newest(url: str, config_path: str | None, overrides: list[str]) -> tup
 
 def _fetch(store: Store, copy: StepCopy, config_path: str | None, overrides: list[str]) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as scratch:
-        own_config = Path(scratch) / "config.yaml"
-        _download(store, copy, "config.yaml", own_config)
-        config = load_config(config_path or own_config, overrides)
+        _download(store, copy, ["config.yaml"], Path(scratch))
+        config = load_config(config_path or Path(scratch) / "config.yaml", overrides)
     run = RunDirectory(config.train.out_dir).create()
     with RunLock(run.launch_lock) as lock:
         lock.acquire("fetch", check=lambda: _require_free(run, config))
@@ -85,7 +84,7 @@ def _bring_back(store: Store, copy: StepCopy, run: RunDirectory) -> None:
     with repeated(REMIND_EVERY_S, lambda: say("still fetching …")):
         for name in copy.files:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            _download(store, copy, name, stage / name)
+        _download(store, copy, list(copy.files), stage)
     checkpoint, manifest = run.checkpoint(copy.step), run.manifest(copy.step)
     remove(manifest)
     remove(checkpoint)
@@ -97,19 +96,24 @@ def _bring_back(store: Store, copy: StepCopy, run: RunDirectory) -> None:
     say(f"step {copy.step} is in {run.path}, verified")
 
 
-def _download(store: Store, copy: StepCopy, name: str, target: Path) -> None:
-    """Download a file unless it is there already; DamagedCopy if it is not what was sent."""
-    wanted = copy.files[name].sha256
-    if target.is_file() and sha256_of(target) == wanted:
-        return
+def _download(store: Store, copy: StepCopy, names: list[str], target: Path) -> None:
+    """Download the files that are not there already; DamagedCopy if one is not what was sent."""
+    missing = _differing(copy, names, target)
     try:
-        store.get(f"{copy.folder}/{name}", target)
-    except FileNotFoundError:
-        raise DamagedCopy(f"{name} is missing") from None
-    except StoreError as error:
-        if not store.checksums([f"{copy.folder}/{name}"]):
-            raise DamagedCopy(f"{name} is missing") from None
+        if missing:
+            store.get(copy.folder, missing, target)
+    except OSError as error:
+        there = store.checksums([f"{copy.folder}/{name}" for name in missing])
+        if gone := [name for name in missing if f"{copy.folder}/{name}" not in there]:
+            raise DamagedCopy(f"{', '.join(gone)} is missing") from None
         raise error
-    if sha256_of(target) != wanted:
-        target.unlink()
-        raise DamagedCopy(f"the sha256 of {name} is not the one that was sent")
+    if damaged := _differing(copy, missing, target):
+        for name in damaged:
+            (target / name).unlink(missing_ok=True)
+        raise DamagedCopy(f"the sha256 of {', '.join(damaged)} is not the one that was sent")
+
+
+def _differing(copy: StepCopy, names: list[str], target: Path) -> list[str]:
+    """The names whose files here are missing or not what was sent."""
+    paths = {name: target / name for name in names}
+    return [name for name, path in paths.items() if not path.is_file() or sha256_of(path) != copy.files[name].sha256]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tamis.run.copies.store import CHUNK_BYTES, Transfer, store_error
 from tamis.run.files.manifest import sha256_of
@@ -35,24 +36,29 @@ class FolderStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, lambda file: file.write(content))
 
-    def put(self, source: Path, name: str, transfer: Transfer) -> None:
-        target = self.folder / name
-        partial = target.with_name(f"{target.name}.part")
-        with open(source, "rb") as reader, _explained():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "ab") as writer:
-                reader.seek(writer.tell())
-                while chunk := reader.read(CHUNK_BYTES):
-                    transfer.spend(len(chunk))
-                    writer.write(chunk)
-                writer.flush()
-                os.fsync(writer.fileno())
-            os.replace(partial, target)
-            sync_directory(target.parent)
+    def put(self, folder: str, files: Mapping[str, Path], transfer: Transfer) -> None:
+        for name, source in files.items():
+            with open(source, "rb") as reader, _explained():
+                self._put(reader, self.folder / folder / name, transfer)
 
-    def get(self, name: str, target: Path) -> None:
+    def _put(self, reader: IO[bytes], target: Path, transfer: Transfer) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.part")
+        is_small = os.fstat(reader.fileno()).st_size <= CHUNK_BYTES  # and may have changed since it was cut
+        with open(partial, "wb" if is_small else "ab") as writer:
+            reader.seek(writer.tell())
+            while chunk := reader.read(CHUNK_BYTES):
+                transfer.spend(len(chunk))
+                writer.write(chunk)
+            writer.flush()
+            os.fsync(writer.fileno())
+        os.replace(partial, target)
+        sync_directory(target.parent)
+
+    def get(self, folder: str, names: Sequence[str], target: Path) -> None:
         with _explained():
-            shutil.copyfile(self.folder / name, target)
+            for name in names:
+                shutil.copyfile(self.folder / folder / name, target / name)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
         with _explained():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,11 @@ class FsspecStore:
         with _explained(), self._opened(self._path(name)) as file:
             file.write(content)
 
-    def put(self, source: Path, name: str, transfer: Transfer) -> None:
+    def put(self, folder: str, files: Mapping[str, Path], transfer: Transfer) -> None:
+        for name, source in files.items():
+            self._put(source, f"{folder}/{name}", transfer)
+
+    def _put(self, source: Path, name: str, transfer: Transfer) -> None:
         size = source.stat().st_size
         with open(source, "rb") as reader:
             if size <= self.part_bytes:
@@ -70,10 +74,11 @@ class FsspecStore:
                     reader.seek(start)
                     self._send(reader, part, count, transfer)
 
-    def get(self, name: str, target: Path) -> None:
-        with open(target, "wb") as file:
-            for chunk in self._chunks(name):
-                file.write(chunk)
+    def get(self, folder: str, names: Sequence[str], target: Path) -> None:
+        for name in names:
+            with open(target / name, "wb") as file:
+                for chunk in self._chunks(f"{folder}/{name}"):
+                    file.write(chunk)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
         found = {}
@@ -130,7 +135,7 @@ class FsspecStore:
                 try:
                     file = self.files.open(path, "rb")
                 except FileNotFoundError:
-                    raise _Missing from None
+                    raise _Missing(f"{path} is missing") from None
                 with file:
                     while chunk := file.read(CHUNK_BYTES):
                         yield chunk

@@ -12,8 +12,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +21,7 @@ from tamis.config import ConfigError
 from tamis.run.copies.store import Transfer, store_error
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15"]
-RSYNC = ["rsync", "--partial", "--protect-args", "--timeout=60"]
+RSYNC = ["rsync", "--relative", "--partial", "--protect-args", "--timeout=60"]
 COMMAND_TIMEOUT_S = 900.0  # the other machine may have to sum a large checkpoint
 LOOK_EVERY_S = 0.2
 MISSING = 44  # exit code of our own commands for a file that is not there
@@ -34,7 +34,6 @@ class SshStore:
     host: str  # with the user, if one is named
     folder: str  # absolute, or relative to the user's home
     port: int | None = None
-    _made: set[str] = field(default_factory=set, compare=False)  # folders that are there
 
     @classmethod
     def at(cls, url: str) -> SshStore:
@@ -61,15 +60,14 @@ class SshStore:
         path, temporary, parent = self._path(name), self._path(f"{name}.tmp"), self._parent(name)
         self._ssh(f"mkdir -p -- {parent} && cat > {temporary} && mv -f -- {temporary} {path}", content)
 
-    def put(self, source: Path, name: str, transfer: Transfer) -> None:
-        parent = self._parent(name)
-        if parent not in self._made:
-            self._ssh(f"mkdir -p -- {parent}")
-            self._made.add(parent)
-        self._rsync(str(source.absolute()), f"{self.host}:{self.folder}/{name}", transfer)
+    def put(self, folder: str, files: Mapping[str, Path], transfer: Transfer) -> None:
+        self._ssh(f"mkdir -p -- {self._path(folder)}")
+        sources = [f"{str(path.absolute()).removesuffix(name)}./{name}" for name, path in files.items()]
+        self._rsync([*sources, f"{self.host}:{self.folder}/{folder}/"], transfer)
 
-    def get(self, name: str, target: Path) -> None:
-        self._rsync(f"{self.host}:{self.folder}/{name}", str(target.absolute()), Transfer())
+    def get(self, folder: str, names: Sequence[str], target: Path) -> None:
+        first, *others = [f":{self.folder}/{folder}/./{name}" for name in names]
+        self._rsync([f"{self.host}{first}", *others, f"{target.absolute()}/"], Transfer())
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
         tool = "if command -v sha256sum >/dev/null; then sum=sha256sum; else sum='shasum -a 256'; fi"
@@ -79,7 +77,6 @@ class SshStore:
         return {name: digest for name, digest in zip(names, digests, strict=True) if digest}
 
     def remove(self, name: str) -> None:
-        self._made.clear()
         self._ssh(f"rm -rf -- {self._path(name)}")
 
     def _path(self, name: str) -> str:
@@ -113,9 +110,10 @@ class SshStore:
             raise store_error(_problem(done.stderr) or f"ssh ended with exit code {done.returncode}")
         return done.stdout
 
-    def _rsync(self, source: str, target: str, transfer: Transfer) -> None:
+    def _rsync(self, paths: list[str], transfer: Transfer) -> None:
+        """Run rsync on sources and a target; what follows `/./` in a source is its path below the target."""
         limit = [] if transfer.bytes_per_s is None else [f"--bwlimit={max(1, round(transfer.bytes_per_s / 1024))}"]
-        command = [*RSYNC, *limit, "-e", shlex.join(self._program()), "--", source, target]
+        command = [*RSYNC, *limit, "-e", shlex.join(self._program()), "--", *paths]
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

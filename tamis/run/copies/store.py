@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -68,12 +68,15 @@ class Store(Protocol):
         """Write or replace a small file: as a whole, or not at all."""
         ...
 
-    def put(self, source: Path, name: str, transfer: Transfer) -> None:
-        """Upload a file; one that was cut short is continued where the store allows it."""
+    def put(self, folder: str, files: Mapping[str, Path], transfer: Transfer) -> None:
+        """Upload files by their names in a folder; what was cut short is continued where the store allows it.
+
+        Each path ends with its name.
+        """
         ...
 
-    def get(self, name: str, target: Path) -> None:
-        """Download a file."""
+    def get(self, folder: str, names: Sequence[str], target: Path) -> None:
+        """Download files of a folder to the same names in `target`, whose folders exist. A missing one is an error."""
         ...
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:

@@ -12,11 +12,13 @@ import pytest
 
 from tamis.config.schema import Copy
 from tamis.run import launch
+from tamis.run.copies import child_process
 from tamis.run.copies.child_process import is_copied, run_with_copies
 from tamis.run.copies.copier import CopyRefused
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.lock import RunLock
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import snapshot_text
 from tamis.run.supervise.supervisor import LaunchOptions, supervise
@@ -78,6 +80,22 @@ def test_after_term_the_newest_checkpoint_is_copied_before_older_ones(tmp_path: 
     copy = Copy(to=f"file://{tmp_path}/there", max_mbps=16)
     assert run_with_copies(copy, run, work) == ExitCode.PREEMPTED
     assert [event["evidence"]["step"] for event in events(run, "copied")] == [10, 5]
+
+
+def test_a_copying_process_that_dies_is_started_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(child_process, "LOOK_EVERY_S", 0.1)
+    run = saved_run(tmp_path / "out", 5)
+
+    def work() -> int:
+        until(lambda: state(run).get("copying_step") == 5)
+        first = RunLock(run.copy_lock).owner_process()
+        assert first is not None
+        first.send(signal.SIGKILL)
+        until(lambda: RunLock(run.copy_lock).owner_process() not in (None, first))
+        return 0
+
+    assert run_with_copies(Copy(to=f"file://{tmp_path}/there", max_mbps=16), run, work) == 0
+    assert is_copied(run) and not (run.path / ".copying").exists()
 
 
 def test_a_supervisor_that_dies_leaves_a_process_that_copies_what_is_there(tmp_path: Path) -> None:

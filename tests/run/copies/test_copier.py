@@ -1,6 +1,7 @@
 """What is copied, in which order, what stays there, who may write there, and what is brought back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tamis.run.copies.copier import Copier, CopyRefused, SourceGone
 from tamis.run.copies.fetch import fetch_newest
 from tamis.run.copies.folder_store import FolderStore
 from tamis.run.copies.index import parse_copy
-from tamis.run.copies.store import StoreError, Transfer, TransferCancelled
+from tamis.run.copies.store import StoreError, Transfer, TransferCancelled, open_store
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.identity import OtherRun
 from tamis.run.files.manifest import damage, latest_valid_checkpoint
@@ -69,19 +70,33 @@ def test_a_copy_comes_back_as_it_was(tmp_path: Path, there: Path) -> None:
     assert directory_bytes(back.checkpoint(10)) == directory_bytes(run.checkpoint(10))
 
 
+def test_a_run_goes_to_another_machine_and_comes_back(tmp_path: Path, ssh_on_path) -> None:
+    run = saved_run(tmp_path / "out", 5)
+    url = f"gpubox:{tmp_path}/its place"
+    made = Copier(run, open_store(url), 3, Transfer())
+    made.claim()
+    made.copy_step(5)
+    made.retire()
+    fetch_newest(url, None, [f"train.out_dir={tmp_path}/fresh"])
+    back = RunDirectory(tmp_path / "fresh")
+    assert back.checkpoints() == [5] and damage(back.manifest(5)) is None
+    with pytest.raises(CopyRefused):
+        made.require_own()
+
+
 def test_an_upload_without_its_end_or_with_other_bytes_is_never_used(tmp_path: Path, there: Path, capsys) -> None:
     run = saved_run(tmp_path / "out", 5, 10, 15, 20)
     copy_all(copier(run, there, keep=4))
     (there / "step20" / "copy.json").unlink()  # cut before its end
     damaged = there / "step15" / "checkpoint_step15.pt"
     damaged.write_bytes(b"\0" + damaged.read_bytes()[1:])
-    (there / "step10" / "training.csv").unlink()
+    (there / "step10" / "checkpoint_step10.pt").unlink()
     back = bring_back(there, tmp_path / "fresh")
     assert back.checkpoints() == [5] and latest_valid_checkpoint(back) == 5
     printed = capsys.readouterr().out
     assert "step 15 is not used: the sha256 of checkpoint_step15.pt is not the one that was sent" in printed
-    assert "step 10 is not used: training.csv is missing" in printed
-    for step in (5, 10, 15):
+    assert "step 10 is not used: checkpoint_step10.pt is missing" in printed
+    for step in (5, 15):
         (there / f"step{step}" / f"checkpoint_step{step}.pt").unlink()
     with pytest.raises(ConfigError, match="is damaged: restore one there"):
         bring_back(there, tmp_path / "other")
@@ -176,20 +191,20 @@ def test_a_run_that_is_further_is_kept_and_another_run_is_refused(tmp_path: Path
 def test_a_fetch_that_was_cut_is_continued(tmp_path: Path, there: Path, monkeypatch) -> None:
     copy_all(copier(saved_run(tmp_path / "out", 5), there))
     fetched: list[str] = []
-    get = FolderStore.get
+    copyfile = shutil.copyfile
 
-    def cut_after_the_checkpoint(self: FolderStore, name: str, target: Path) -> None:
-        fetched.append(name)
+    def cut_at_the_fourth_file(source: Path, target: Path) -> None:
+        fetched.append(source.name)
         if len(fetched) == 4:
-            raise StoreError("the connection was cut")
-        get(self, name, target)
+            raise OSError("the connection was cut")
+        copyfile(source, target)
 
-    monkeypatch.setattr(FolderStore, "get", cut_after_the_checkpoint)
+    monkeypatch.setattr(shutil, "copyfile", cut_at_the_fourth_file)
     with pytest.raises(StoreError, match="cut"):
         bring_back(there, tmp_path / "fresh")
     assert RunDirectory(tmp_path / "fresh").checkpoint_traces() == []
     assert bring_back(there, tmp_path / "fresh").checkpoints() == [5]
-    assert fetched.count("step5/checkpoint_step5.pt") == 1
+    assert fetched.count("checkpoint_step5.pt") == 1
 
 
 @pytest.mark.parametrize(

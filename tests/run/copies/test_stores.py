@@ -1,8 +1,6 @@
 """Every store keeps the same contract: whole small files, resumable uploads, checksums of what it holds."""
 
 import hashlib
-import os
-import shutil
 from pathlib import Path
 
 import fsspec
@@ -14,29 +12,10 @@ from tamis.run.copies.fsspec_store import FsspecStore
 from tamis.run.copies.ssh_store import SshStore
 from tamis.run.copies.store import StoreError, Transfer, TransferCancelled, open_store
 from tests.loopback_ssh import LoopbackSsh
+from tests.run.copies.object_store import ACCESS_KEY, ObjectStore
 
 CONTENT = bytes(range(256)) * 8192  # 2 MiB
 SUM = hashlib.sha256(CONTENT).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def sshd(tmp_path_factory: pytest.TempPathFactory):
-    if not shutil.which("rsync"):
-        pytest.skip("no rsync on this machine (Debian: rsync)")
-    server = LoopbackSsh(tmp_path_factory.mktemp("sshd"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def ssh_on_path(sshd: LoopbackSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackSsh:
-    """`ssh` reaches the server of this test, as it would through an entry in the user's own configuration."""
-    wrapper = tmp_path / "bin" / "ssh"
-    wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} {" ".join(sshd.options)} "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-    return sshd
 
 
 @pytest.fixture(params=["folder", "ssh", "object"])
@@ -53,19 +32,21 @@ def store(request, tmp_path: Path):
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    (tmp_path / "source").write_bytes(CONTENT)
-    return tmp_path / "source"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "large.pt").write_bytes(CONTENT)
+    return tmp_path / "here" / "large.pt"
 
 
 def test_files_come_back_as_they_were_sent(store, source: Path, tmp_path: Path) -> None:
     assert store.names() == [] and store.read("a/small.json") is None and store.checksums(["a/large.pt"]) == {}
     store.write("a/small.json", b"one")
     store.write("a/small.json", b"two")
-    store.put(source, "a/large.pt", Transfer())
+    store.put("a", {"large.pt": source}, Transfer())
     assert store.read("a/small.json") == b"two" and store.checksums(["a/none", "a/large.pt"]) == {"a/large.pt": SUM}
     assert store.names() == ["a"] and "small.json" in store.names("a")
-    store.get("a/large.pt", tmp_path / "back")
-    assert (tmp_path / "back").read_bytes() == CONTENT
+    (tmp_path / "back").mkdir()
+    store.get("a", ["large.pt"], tmp_path / "back")
+    assert (tmp_path / "back" / "large.pt").read_bytes() == CONTENT
     store.remove("a/large.pt")
     assert store.checksums(["a/large.pt"]) == {}
     store.remove("a")
@@ -93,10 +74,10 @@ def test_an_upload_that_was_cut_is_continued(kind: str, source: Path, tmp_path: 
     store = FolderStore(tmp_path / "there") if kind == "folder" else FsspecStore(url, part_bytes=third)
     first, second = CutAfter(len(CONTENT) - 1), CutAfter(len(CONTENT))
     with pytest.raises(TransferCancelled):
-        store.put(source, "large.pt", first)
-    store.put(source, "large.pt", second)
+        store.put("a", {"large.pt": source}, first)
+    store.put("a", {"large.pt": source}, second)
     assert (
-        store.checksums(["large.pt"]) == {"large.pt": SUM}
+        store.checksums(["a/large.pt"]) == {"a/large.pt": SUM}
         and second.sent <= len(CONTENT) - third + 1 + first.sent % third
     )
 
@@ -108,14 +89,14 @@ def test_a_cut_connection_keeps_what_arrived(ssh_on_path: LoopbackSsh, source: P
         """Cuts the connection once bytes have arrived on the other machine."""
 
         def check(self) -> None:
-            if any(file.stat().st_size for file in (tmp_path / "there").iterdir()):
+            if any(file.stat().st_size for file in (tmp_path / "there" / "a").iterdir()):
                 ssh_on_path.cut()
 
     with pytest.raises(StoreError):
-        store.put(source, "large.pt", CutWire(max_mbps=2))
-    store.put(source, "large.pt", Transfer())
-    assert store.checksums(["large.pt"]) == {"large.pt": SUM}
-    assert [file.name for file in (tmp_path / "there").iterdir()] == ["large.pt"]
+        store.put("a", {"large.pt": source}, CutWire(max_mbps=2))
+    store.put("a", {"large.pt": source}, Transfer())
+    assert store.checksums(["a/large.pt"]) == {"a/large.pt": SUM}
+    assert [file.name for file in (tmp_path / "there" / "a").iterdir()] == ["large.pt"]
 
 
 def test_a_full_store_and_a_wrong_key_are_named_with_their_remedy(
@@ -124,7 +105,7 @@ def test_a_full_store_and_a_wrong_key_are_named_with_their_remedy(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "large.pt.part").symlink_to("/dev/full")
     with pytest.raises(StoreError, match=r"No space left.*free space there, or lower copy\.keep"):
-        FolderStore(tmp_path / "full").put(source, "large.pt", Transfer())
+        FolderStore(tmp_path).put("full", {"large.pt": source}, Transfer())
     keys = ssh_on_path.folder / "authorized_keys"
     allowed = keys.read_text()
     keys.write_text("")
@@ -135,6 +116,33 @@ def test_a_full_store_and_a_wrong_key_are_named_with_their_remedy(
         keys.write_text(allowed)
     with pytest.raises(StoreError, match="Connection refused"):
         open_store(f"gonebox:{tmp_path}").read("owner.json")
+
+
+def test_a_real_client_of_object_stores(source: Path, tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("s3fs")
+    server = ObjectStore()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    store = FsspecStore("s3://bucket/run", part_bytes=len(CONTENT) // 2)
+    assert store.names() == [] and store.read("owner.json") is None
+    server.cuts = 1  # the client tries again by itself
+    store.put("step5", {"large.pt": source}, Transfer())
+    store.write("step5/copy.json", b"{}")
+    assert store.names("step5") == ["copy.json", "large.pt.parts"] and not server.cuts
+    assert store.checksums(["step5/large.pt", "none"]) == {"step5/large.pt": SUM}
+    store.get("step5", ["large.pt"], tmp_path)
+    assert (tmp_path / "large.pt").read_bytes() == CONTENT
+    server.is_full = True
+    with pytest.raises(StoreError, match=r"the store is full: free space there, or lower copy\.keep"):
+        store.write("step10/copy.json", b"{}")
+    store.remove("step5")
+    assert server.objects == {}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unknown")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(StoreError, match="set the credentials of the store's own tool"):
+        FsspecStore("s3://bucket/run").read("owner.json")
+    server.shutdown()
 
 
 def test_an_upload_stays_within_its_speed() -> None:

@@ -66,6 +66,14 @@ def test_the_command_runs_once_and_its_output_is_kept(tmp_path: Path, ended) -> 
     assert (tmp_path / "out" / "on_end.log").read_text().splitlines()[1:] == ["stopping $HOME; rm"]
 
 
+def test_a_machine_with_the_only_copy_of_a_checkpoint_is_not_stopped(tmp_path: Path, receiver: Receiver) -> None:
+    on_end = {"on_end": ["/bin/true"], "grace_s": 0.0}
+    config = config_for(tmp_path / "out", cost=on_end, copy={"to": f"file://{tmp_path}/there"})
+    assert after_end(config, 0, receiver) == ["on_end_failed"]
+    reason = read_events(RunDirectory(tmp_path / "out"))[-1]["reason"]
+    assert "the newest checkpoint is not copied to copy.to" in reason
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
