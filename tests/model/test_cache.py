@@ -55,7 +55,7 @@ def step_by(model: Decoder, tokens: torch.Tensor, cache) -> torch.Tensor:
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels, as on a GPU, on any device."""
     for module in ("attention.decode", "attention.cache", "model.dense"):
-        monkeypatch.setattr(f"tamis.{module}.use_kernels", lambda q, kernels=None: True)
+        monkeypatch.setattr(f"tamis.{module}.use_kernels", lambda q, kernels=None, groups=None: True)
 
 
 def assert_same_caches(one, other) -> None:
