@@ -109,14 +109,31 @@ def export(
     checkpoint: Checkpoint,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new folder")],
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="of the weights")] = "fp32",
+    upload: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="then upload it to the Hugging Face hub, privately")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="a new repository on the hub is public")] = False,
 ) -> None:
-    """Write a Hugging Face folder: safetensors, config, tokenizer and our modelling file.
+    """Write a Hugging Face folder: safetensors, config, tokenizer, model card and our modelling code.
 
-    Example: tamis export artifacts/m7c_125m exported/m7c --precision bf16
+    Examples:
+
+      tamis export artifacts/m7c_125m exported/m7c --precision bf16
+
+      tamis export artifacts/m7c_125m exported/m7c --upload me/m7c
     """
     from tamis.generate.export import export_command
+    from tamis.generate.upload import require_upload, upload_folder
 
+    if upload is not None:
+        require_upload(upload)
+    elif public:
+        raise ValueError("--public is for a repository on the hub: give --upload OWNER/NAME with it")
     export_command(checkpoint, folder, precision=precision)
+    if upload is not None:
+        with announced(f"uploading {folder} to {upload}"):
+            page = upload_folder(folder, upload, public=public)
+        print(f"uploaded: {page}")
 
 
 @verb()

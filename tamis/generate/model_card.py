@@ -18,7 +18,7 @@ LOADING = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
 ids = tokenizer("The history of", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 ```"""

@@ -181,11 +181,12 @@ def test_the_code_of_the_folder_needs_torch_and_transformers_alone(folders: dict
 def test_pipeline_dtypes_and_a_round_trip_through_save_pretrained(folders: dict[str, Path], tmp_path: Path) -> None:
     model, ids = load(folders["nsa"]), torch.tensor([PROMPT])
     model.save_pretrained(tmp_path / "again")
-    transformers.AutoTokenizer.from_pretrained(folders["nsa"]).save_pretrained(tmp_path / "again")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["nsa"], trust_remote_code=True)
+    tokenizer.save_pretrained(tmp_path / "again")
     again, loaded = load(tmp_path / "again"), load_model(tmp_path / "again", device="cpu")
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert torch.equal(loaded.model.logits(loaded.model(ids)[0]), tiny_model().logits(tiny_model()(ids)[0]))
-    pipeline = transformers.pipeline("text-generation", model=again, tokenizer=str(tmp_path / "again"))
+    pipeline = transformers.pipeline("text-generation", model=again, tokenizer=tokenizer)
     texts = pipeline(["War", "The state of"], batch_size=2, max_new_tokens=4, do_sample=False)
     assert [text[0]["generated_text"][:3] for text in texts] == ["War", "The"]
     half = load(folders["nsa"], dtype=torch.bfloat16)
