@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Bootstraps if needed, checks style and types, and runs all tests.
+# Bootstraps if needed, checks style and types, and runs all tests. Those that reach another machine over SSH start an
+# sshd on loopback; without sshd, ssh and rsync (Debian: openssh-server, openssh-client, rsync) they are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/prime_bootstrap.sh --test --from-script

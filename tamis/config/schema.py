@@ -288,6 +288,7 @@ class Copy(Section):
     to: CopyTarget | None = _key(
         None,
         "Where the copies go: `file:///path`, `user@host:path`, `ssh://host/path`, `s3://bucket/path`; null: nowhere.",
+        repr=False,  # a wrong one may hold a password
     )
     keep: int = _count(3, "Newest copies of checkpoints to keep there; 0: all.", least=0)
     max_mbps: float | None = _key(

@@ -38,7 +38,7 @@ def _checks(run: RunDirectory) -> list[tuple[Path, Callable[[Path], Any]]]:
     return [
         (run.config_yaml, _check_config),
         (run.run_info, lambda path: parse_info(read_text(path))),
-        *((path, read_json) for path in (run.metrics_json, run.env_json, run.cost_json, run.eval_json)),
+        *((path, read_json) for path in (run.metrics_json, run.env_json, run.copies, run.cost_json, run.eval_json)),
         *((run.path / f"{stem}.json", read_json) for stem in ("go_no_go", "preflight", "judgement")),
         *((path, read_text) for path in (run.halt, run.anomaly)),
         *((path, _check_lock) for path in (run.lock, run.launch_lock, run.trainer_lock)),

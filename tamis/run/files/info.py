@@ -64,7 +64,7 @@ def describe_run(
         "torch": package_versions()["torch"],
         "cuda_of_torch": cuda_of_torch(),
         "processes": processes,
-        "launch_command": shlex.join(_without_addresses(word) for word in command),
+        "launch_command": shlex.join(_without_addresses(command)),
         "worker_command": shlex.join(worker_command),
         "git_commit": git_commit(repository),
         "steps": config.train.steps,
@@ -75,10 +75,14 @@ def describe_run(
     }
 
 
-def _without_addresses(word: str) -> str:
-    """A word of the command line; the value of notify.to, which may hold a password, is left out."""
-    key, equals, _ = word.partition("=")
-    return f"{key}={HIDDEN}" if equals and key.strip() == "notify.to" else word
+def _without_addresses(command: Sequence[str]) -> list[str]:
+    """The command line without the addresses in it: one may hold a password, or the name of a user and a host."""
+    shown = []
+    for before, word in zip(["", *command], command, strict=False):
+        key, equals, _ = word.partition("=")
+        is_set = equals and key.strip() in ("notify.to", "copy.to", "--from")
+        shown.append(f"{key}={HIDDEN}" if is_set else HIDDEN if before == "--from" else word)
+    return shown
 
 
 def write_info(path: Path, info: dict[str, Any]) -> None:
@@ -122,7 +126,7 @@ def write_eta(path: Path, eta: str) -> None:
 
 
 def changes_from_file(config: Config, config_path: str | Path) -> list[str]:
-    """Every key whose value is not the file's: set by flag, variable or override."""
+    """Every key whose value is not the file's: set by flag, variable or override. The address of copies is left out."""
     try:
         original = load_config(config_path).model_dump()
     except ConfigError as error:
@@ -131,7 +135,7 @@ def changes_from_file(config: Config, config_path: str | Path) -> list[str]:
         f"{section}.{key}: {original[section][key]} → {value}"
         for section, keys in config.model_dump().items()
         for key, value in keys.items()
-        if original[section][key] != value
+        if original[section][key] != value and section != "copy"
     ]
 
 

@@ -50,6 +50,7 @@ SENT_AS = {
     "phase_verdict": "phase",
     "save_failed": "note",
     "damaged": "note",
+    "copy_failed": "note",
     "adopt": "note",
     "on_end": "on_end",
     "on_end_failed": "on_end_failed",

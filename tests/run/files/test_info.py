@@ -50,6 +50,15 @@ def test_gpus_driver_and_launch_command_are_recorded(info):
     assert info["launch_command"] == "torchrun --nproc_per_node=2 'a file.py'"
 
 
+def test_no_address_of_copies_is_recorded(tmp_path: Path, config_file: Path) -> None:
+    config_file.write_text("copy: {to: 'me@nas:runs'}\n")
+    command = ["tamis", "run", "copy.to=me@nas:runs", "--from", "me@nas:runs", "--from=me@nas:runs", "train.steps=3"]
+    info = describe_run(
+        load_config(None), config_path=config_file, run_dir=tmp_path, gpus=[], processes=1, command=command
+    )
+    assert "nas" not in str(info) and info["launch_command"].endswith("'--from=…' train.steps=3")
+
+
 def test_each_changed_key_is_recorded_with_both_values(info):
     assert info["config_changes"] == ["train.steps: 50000 → 300", "train.warmup_steps: 2000 → 10"]
 

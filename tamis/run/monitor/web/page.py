@@ -72,6 +72,7 @@ def _tiles(snapshot: Snapshot, out: RunDirectory) -> dict[str, str | None]:
     last = snapshot.validation[-1] if snapshot.validation else None
     spent = read_spent(out)
     saved = snapshot.checkpoints[-1] if snapshot.checkpoints else None
+    copied = snapshot.copies.newest_step if snapshot.copies else None
     return {
         "loss": _number(snapshot.loss, ".4f"),
         "validation loss": f"{last.loss:.4f} at step {last.step}" if last else None,
@@ -83,6 +84,7 @@ def _tiles(snapshot: Snapshot, out: RunDirectory) -> dict[str, str | None]:
         "gradient norm": _number(snapshot.grad_norm, ".2f"),
         "learning rate": _number(snapshot.lr, ".2e"),
         "checkpoint": f"step {saved.step}" if saved else None,
+        "copied": f"step {copied}" if copied is not None else None,
         "cost": str(spent) if spent else None,
     }
 
