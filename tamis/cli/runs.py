@@ -128,17 +128,24 @@ def judge(run: RunDir) -> None:
 
 
 @verb()
-def report(run: RunDir) -> None:
+def report(
+    run: RunDir,
+    against: Annotated[Path | None, typer.Option(metavar="RUN2", help="a second run to compare with")] = None,
+) -> None:
     """Write RUN/report.html: curves, criteria and facts on one page that needs no network.
 
-    Example: tamis report artifacts/train_showcase
+    Examples:
+
+      tamis report artifacts/train_showcase
+
+      tamis report artifacts/m7c_nsa --against artifacts/m7c_dense
     """
     from tamis.run.handover.report import write_report
     from tamis.run.locate import existing_run
 
     directory = existing_run(run)
     print(f"reading and judging {directory.path} …", flush=True)
-    print(f"report: {write_report(directory)}")
+    print(f"report: {write_report(directory, None if against is None else existing_run(against))}")
 
 
 @verb()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ class Evidence:
     @cached_property
     def step_ends(self) -> dict[int, list[Heartbeat]]:
         return {rank: [beat for beat in beats if beat.phase == "step_end"] for rank, beats in self.beats.items()}
+
+    @cached_property
+    def hours_by_step(self) -> list[tuple[int, float]]:
+        """Steps of rank 0 → hours of training until their end, without the pauses between two processes."""
+        ends = self.step_ends.get(0, [])
+        hours, points = 0.0, [(end.step, 0.0) for end in ends[:1]]
+        for before, after in pairwise(ends):
+            hours += (after.ts - before.ts) / 3600 if after.pid == before.pid else 0.0
+            points.append((after.step, hours))
+        return points
 
     @property
     def uses_gpus(self) -> bool:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tamis.run.files.reading import read_json
 from tamis.run.files.records import SampleLog, utc, write_text_atomic
 from tamis.run.handover import curves
 from tamis.run.handover.curves import Series, thinned
+from tamis.run.handover.headline import Figure, headline, tokens_per_step
 from tamis.run.phases import read_go_no_go
 
 MOST_POINTS = 1500
@@ -42,13 +44,15 @@ class Chart:
     unit: str
     over: str = "step"
     from_zero: bool = True
+    ticks: str = "SI"  # how plotly shortens large and small numbers
+    is_compared: bool = False  # drawn for a second run too
 
 
 CHARTS = (
-    Chart("Loss", curves.loss_curves, "nats per token", from_zero=False),
-    Chart("Throughput", curves.speed_curve, "tokens per second"),
-    Chart("Gradient norm", curves.gradient_curve, "before clipping"),
-    Chart("Learning rate", curves.learning_rate_curve, ""),
+    Chart("Loss", curves.loss_curves, "nats per token", from_zero=False, is_compared=True),
+    Chart("Throughput", curves.speed_curve, "tokens per second", is_compared=True),
+    Chart("Gradient norm", curves.gradient_curve, "before clipping", is_compared=True),
+    Chart("Learning rate", curves.learning_rate_curve, "", ticks="e"),
     Chart("Step time", curves.step_time_curves, "seconds"),
     Chart("Gate entropy by layer", curves.entropy_curves, "nats; three equal gates: 1.0986"),
     Chart("Share of each branch, mean of the layers", curves.share_curves, ""),
@@ -58,25 +62,34 @@ CHARTS = (
 )
 
 
-def write_report(run: RunDirectory | str | Path) -> Path:
-    """Judge the run and write OUT/report.html; returns its path."""
+def write_report(run: RunDirectory | str | Path, against: RunDirectory | None = None) -> Path:
+    """Judge the run and write OUT/report.html, with the curves of a second run if one is given; returns its path."""
     evidence = read_evidence(run)
+    other = None if against is None else read_evidence(against)
     output = evidence.directory.path / "report.html"
-    write_text_atomic(output, report_page(evidence, judge_runbooks(evidence)))
+    write_text_atomic(output, report_page(evidence, judge_runbooks(evidence), against=other))
     return output
 
 
 def report_page(
-    evidence: Evidence, results: Mapping[str, list[Finding]], redact: Callable[[str], str] = lambda text: text
+    evidence: Evidence,
+    results: Mapping[str, list[Finding]],
+    redact: Callable[[str], str] = lambda text: text,
+    against: Evidence | None = None,
 ) -> str:
     """Render the page; `redact` is applied to everything except plotly's own source."""
-    charts = [drawn for chart in CHARTS if (drawn := _chart(chart, evidence))["data"]]
+    charts = [drawn for chart in CHARTS if (drawn := _chart(chart, evidence, against))["data"]]
+    figures = headline(evidence, results)
     text = _template().render(
         name=evidence.info.get("model") or evidence.directory.path.name,
         subtitle=_subtitle(evidence),
         judged_at=utc(time.time()),
+        headline=figures,
+        comparison=None if against is None else _comparison(figures, against),
         chart_count=len(charts),
         charts=_json(charts),
+        clock=_json(thinned(sorted(dict(evidence.hours_by_step).items()), MOST_POINTS)),
+        tokens_per_step=_json(tokens_per_step(evidence)),
         tables=[*(_table(title, findings) for title, findings in results.items()), *_phase_tables(evidence)],
         problems=file_problems(evidence.directory),
         facts={key: _fact(value) for key, value in evidence.info.items()} | _cost(evidence.directory),
@@ -84,9 +97,18 @@ def report_page(
         evaluation=_evaluation(evidence.directory),
         samples=SampleLog(evidence.directory.samples).read(SHOWN_SAMPLES)[::-1],
         events=[_event_cells(event) for event in evidence.events[-SHOWN_EVENTS:]],
+        style=_own_file("report.css"),
+        script=_own_file("report.js"),
         plotly=PLOTLY_GOES_HERE,
     )
     return redact(text).replace(PLOTLY_GOES_HERE, _plotly(), 1)
+
+
+def _comparison(figures: Sequence[Figure], against: Evidence) -> dict[str, Any]:
+    """The headline of both runs, side by side."""
+    others = {figure.name: figure for figure in headline(against, judge_runbooks(against))}
+    rows = [(one.name, one.value, others[one.name].value if one.name in others else "") for one in figures]
+    return {"name": against.directory.path.name, "rows": rows}
 
 
 PLOTLY_GOES_HERE = Markup("/* plotly */")
@@ -101,33 +123,40 @@ def _template() -> Any:
 
 
 def _subtitle(evidence: Evidence) -> str:
-    parts = [evidence.span, f"{evidence.last_step:,} steps"]
+    parts = [str(evidence.info[name]) for name in ("dataset", "attention") if evidence.info.get(name)]
     if count := evidence.info.get("parameters"):
         parts.insert(0, f"{count:,} parameters")
-    if evidence.validation:
-        last = evidence.validation[-1]
-        parts.append(f"validation loss {last.loss:.4f}, perplexity {last.ppl:,.2f} at step {last.step}")
-    return "; ".join(parts)
+    return "; ".join([*parts, evidence.directory.path.name])
 
 
-def _chart(chart: Chart, evidence: Evidence) -> dict[str, Any]:
+def _chart(chart: Chart, evidence: Evidence, against: Evidence | None) -> dict[str, Any]:
     """Data and layout as plotly takes them; the data is empty when nothing was measured."""
-    series = {name: thinned(points, MOST_POINTS) for name, points in chart.series(evidence).items() if points}
-    traces = [
-        {"name": name, "x": [x for x, _ in points], "y": [y for _, y in points], "mode": _mode(points)}
-        for name, points in series.items()
-    ]
+    traces = _traces(chart, evidence)
+    if against is not None and chart.is_compared and traces:
+        traces += [
+            trace | {"name": f"{trace['name']}, {against.directory.path.name}", "line": {"dash": "dot"}}
+            for trace in _traces(chart, against)
+        ]
     y_axis = {"title": {"text": chart.unit}, "rangemode": "tozero" if chart.from_zero else "normal"}
     layout = {
-        "title": {"text": chart.title},
-        "xaxis": {"title": {"text": chart.over}},
-        "yaxis": y_axis | {"exponentformat": "e"},
+        "title": {"text": chart.title, "x": 0.02, "font": {"size": 15}},
+        "xaxis": {"exponentformat": "SI", "automargin": True},
+        "yaxis": y_axis | {"exponentformat": chart.ticks, "automargin": True},
         "showlegend": len(traces) > 1,
-        "margin": {"l": 70, "r": 20, "t": 45, "b": 45},
+        "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
     }
     if chart.over == "step" and traces:
         layout |= _marks(curves.changed_hyperparameters(evidence))
-    return {"data": traces, "layout": layout}
+    is_positive = all(y > 0 for trace in traces for y in trace["y"])
+    return {"data": traces, "layout": layout, "over": chart.over, "positive": is_positive}
+
+
+def _traces(chart: Chart, evidence: Evidence) -> list[dict[str, Any]]:
+    series = {name: thinned(points, MOST_POINTS) for name, points in chart.series(evidence).items() if points}
+    return [
+        {"name": name, "x": [x for x, _ in points], "y": [y for _, y in points], "mode": _mode(points)}
+        for name, points in series.items()
+    ]
 
 
 def _marks(changes: Sequence[tuple[int, str]]) -> dict[str, Any]:
@@ -198,6 +227,10 @@ def _evaluation(run: RunDirectory) -> dict[str, Any] | None:
 
 def _event_cells(event: Mapping[str, Any]) -> tuple[object, ...]:
     return utc(event["ts"]), event.get("by"), event.get("event"), event.get("reason")
+
+
+def _own_file(name: str) -> Markup:
+    return Markup((resources.files("tamis.run.handover") / name).read_text(encoding="utf-8"))
 
 
 def _json(value: Any) -> Markup:

@@ -25,6 +25,10 @@ def written(tmp_path_factory) -> Path:
     return path
 
 
+def drawn_charts(text: str) -> list[dict]:
+    return json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
+
+
 def test_the_page_loads_nothing_from_elsewhere(written):
     text = written.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
@@ -65,9 +69,23 @@ def test_changed_hyperparameters_are_marked_on_the_curves_over_steps(tmp_path):
     changes = [ConfigChange("train.lr", 2e-4, 1e-4)]
     record_changes(EventLog(run, by="trainer"), changes, 21)
     text = report_page(read_evidence(run), {})
-    charts = json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
+    charts = drawn_charts(text)
     assert all(chart["layout"]["shapes"][0]["x0"] == 21 for chart in charts)
     assert "train.lr: 0.0002 → 0.0001" in charts[0]["layout"]["annotations"][0]["hovertext"]
+
+
+def test_the_page_opens_with_what_matters(written):
+    top = written.read_text(encoding="utf-8").partition("<h2>Curves")[0]
+    for shown in ("validation loss", "perplexity", "40 of 40 steps", "tokens per second", "not successful", "length"):
+        assert shown in top
+
+
+def test_a_second_run_is_drawn_dashed_and_compared(tmp_path):
+    run, other = (fabricate(tmp_path / name, steps=steps) for name, steps in (("nsa", 40), ("dense", 30)))
+    text = report_page(read_evidence(run), {}, against=read_evidence(other))
+    names = [trace["name"] for trace in drawn_charts(text)[0]["data"]]
+    assert names == ["training", "validation", "training, dense", "validation, dense"]
+    assert "30 of 30 steps" not in text and text.index("<td>open</td>") > text.index("this run")
 
 
 def test_an_empty_directory_still_gives_a_page(tmp_path):

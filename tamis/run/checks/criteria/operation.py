@@ -78,9 +78,9 @@ def logs_are_on(evidence: Evidence) -> Finding:
 
 def ran_long_enough(evidence: Evidence) -> Finding:
     """Require two hours of a pilot on GPUs, not of a run on the CPU or of a production run that did all its steps."""
-    hours = _trained_hours(evidence)
-    if hours is None:
+    if not evidence.hours_by_step:
         return failed("no step was finished")
+    hours = evidence.hours_by_step[-1][1]
     sentence = f"{hours:.2f} hours of steps, at least {PILOT_HOURS:g}"
     if hours < PILOT_HOURS and not evidence.uses_gpus:
         return not_applicable(f"{sentence} are asked of a pilot on GPUs, and this run was on the CPU")
@@ -90,14 +90,6 @@ def ran_long_enough(evidence: Evidence) -> Finding:
     if hours < PILOT_HOURS and RunLock(evidence.directory.trainer_lock).is_held():
         return not_measured(f"{sentence}, and it is still running: judge it again later")
     return pass_if(hours >= PILOT_HOURS, sentence)
-
-
-def _trained_hours(evidence: Evidence) -> float | None:
-    """Hours from the first finished step to the last, without the pauses between two processes."""
-    ends = evidence.step_ends.get(0, [])
-    if not ends:
-        return None
-    return sum(b.ts - a.ts for a, b in pairwise(ends) if a.pid == b.pid) / 3600
 
 
 def resume_succeeded(evidence: Evidence) -> Finding:
