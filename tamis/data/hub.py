@@ -160,12 +160,11 @@ def _first_line(error: Exception) -> str:
 
 
 class BlockCache:
-    """A folder of blocks with a size limit."""
+    """A folder of blocks with a size limit, which all processes that share it keep together."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder, self._most = folder, most_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._used = sum(file.stat().st_size for file in folder.glob("*.block"))
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -175,15 +174,23 @@ class BlockCache:
 
     def write(self, name: str, content: bytes) -> None:
         """Store a block if it fits; a disk that is full only means that it is not stored."""
-        if self._used + len(content) > self._most:
-            return
         scratch = self.folder / f"{name}.{os.getpid()}.tmp"
         with contextlib.suppress(OSError):
+            if self._used() + len(content) > self._most:
+                return
             scratch.write_bytes(content)
             scratch.replace(self.folder / f"{name}.block")
-            self._used += len(content)
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
+
+    def _used(self) -> int:
+        """Count what is there now: other ranks write here too. A block is downloaded in more time than this takes."""
+        used = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # a scratch file that was put in place just now
+                    used += entry.stat(follow_symlinks=False).st_size
+        return used
 
 
 class CachedFile(io.RawIOBase):

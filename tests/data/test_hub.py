@@ -14,7 +14,7 @@ import pytest
 
 from tamis.config import Config
 from tamis.data import DataError, open_loader, order, validation_batches
-from tamis.data.hub import open_hub
+from tamis.data.hub import BlockCache, open_hub
 from tamis.data.sample import SAMPLE_FOLDER
 from tests.data.conftest import config_of
 from tests.data.fake_hub import COMMIT, FakeHub
@@ -210,6 +210,13 @@ def test_over_http_only_the_subset_is_fetched_and_the_batches_are_the_same(repos
     assert seen == {"sha": local_sha(config, repository), "pauses": 0}
     assert any(f"resolve/{COMMIT}/sample/10BT" in request for request in hub.requests)
     assert not any("resolve" in request and "/data/" in request for request in hub.requests)
+
+
+def test_processes_that_share_the_block_cache_keep_its_limit_together(tmp_path):
+    caches = [BlockCache(tmp_path, 1000) for _ in range(4)]
+    for number, cache in enumerate(caches):
+        cache.write(f"block{number}", bytes(400))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["block0.block", "block1.block"]
 
 
 def test_a_restart_reads_cached_blocks_from_disk_and_the_cache_stays_below_its_limit(repository, tmp_path):
