@@ -21,6 +21,7 @@ from tamis.cli.common import (
     split,
 )
 from tamis.config import ConfigError, load_config
+from tamis.run.files.console import print_line
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.hardware import read_gpus
 
@@ -87,7 +88,7 @@ def verify_checkpoint(
     from tamis.checkpoint.file import verify_loading
 
     verify_loading(checkpoint, resolved)
-    print(f"{checkpoint} loads")
+    print_line(f"{checkpoint} loads")
 
 
 @verb()
@@ -155,8 +156,8 @@ def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFI
     bad = 0
     for path in configs:
         try:
-            print(f"ok   {path} {load_config(path).hash}")
+            print_line(f"ok   {path} {load_config(path).hash}")
         except ConfigError as error:
             bad += 1
-            print("\n       ".join([f"FAIL {path}:", *str(error).splitlines()]))
+            print_line("\n       ".join([f"FAIL {path}:", *str(error).splitlines()]))
     raise typer.Exit(ExitCode.USAGE if bad else ExitCode.DONE)

@@ -25,6 +25,7 @@ from tamis.cli.common import (
     tokenizer_override,
 )
 from tamis.config import Config, load_config
+from tamis.run.files.console import print_line
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
@@ -159,7 +160,7 @@ def convert(
     from tamis.run.handover.redaction import redactor
 
     rewrite = redactor(os.environ) if redact else None
-    print(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind, rewrite)}")
+    print_line(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind, rewrite)}")
 
 
 @data_verb("prepare")
@@ -180,8 +181,8 @@ def data_prepare(
     from tamis.data.prepare import prepare
 
     words = [*(words or []), *tokenizer_override(tokenizer)]
-    made = prepare(resolve(words), out, workers=workers, report=lambda progress: print(progress, flush=True))
-    print(f"done: {made.summary}; train on it: tamis run --data {shlex.quote(str(out))}")
+    made = prepare(resolve(words), out, workers=workers, report=print_line)
+    print_line(f"done: {made.summary}; train on it: tamis run --data {shlex.quote(str(out))}")
 
 
 @data_verb("check")
@@ -203,4 +204,4 @@ def check_data(config: Config, batches: int, show_text: bool = True) -> int:
     from tamis.data.check import run_data_check
 
     with announced(f"reading {config.data.dataset}, waiting {config.data.loader_timeout_s:g} s at most for a batch"):
-        return run_data_check(config, batches, show_text=show_text)
+        return run_data_check(config, batches, show_text=show_text, say=print_line)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tamis.cli.common import WATCH, RunDir, Verb, Verbs, Words, resolve
+from tamis.run.files.console import print_line
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
@@ -144,8 +145,8 @@ def report(
     from tamis.run.locate import existing_run
 
     directory = existing_run(run)
-    print(f"reading and judging {directory.path} …", flush=True)
-    print(f"report: {write_report(directory, None if against is None else existing_run(against))}")
+    print_line(f"reading and judging {directory.path} …")
+    print_line(f"report: {write_report(directory, None if against is None else existing_run(against))}")
 
 
 @verb()

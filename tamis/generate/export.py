@@ -15,6 +15,7 @@ from tamis.checkpoint.weights import EXPORTED_CONFIG, EXPORTED_TOKENIZER, EXPORT
 from tamis.data.tokenizer import END_OF_TEXT, TiktokenTokenizer, Tokenizer, byte_letters
 from tamis.generate.load import LoadedModel, load_model
 from tamis.generate.model_card import model_card
+from tamis.run.files.console import print_line
 
 PACKAGE = Path(__file__).parents[1]
 MODELLING_FILE = PACKAGE / "generate" / "modeling_tamis.py"
@@ -39,7 +40,7 @@ def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str
     (folder / "README.md").write_text(model_card(loaded, precision), encoding="utf-8")
     _write_json(folder / EXPORTED_CONFIG, _describe(loaded, precision))
     _write_weights(folder, loaded)
-    print(f"{folder}: {loaded.config.model.name}, step {loaded.step}, {precision}")
+    print_line(f"{folder}: {loaded.config.model.name}, step {loaded.step}, {precision}")
     return folder
 
 

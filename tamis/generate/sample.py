@@ -22,7 +22,7 @@ from tamis.config import Config
 from tamis.data.tokenizer import Tokenizer
 from tamis.generate.load import LoadedModel, load_model
 from tamis.model import Decoder
-from tamis.run.files.console import printable
+from tamis.run.files.console import print_line, printable
 
 PREFILL_TILE = 4096  # prompt tokens read at a time: bounds the memory of a long prompt's activations
 WARM_UP_STEPS = 3  # compile kernels and set up libraries before the capture
@@ -242,7 +242,7 @@ def generate_command(
         checkpoint, expected=config, max_len=max_len, rope_scale=rope_scale, device=device, precision=precision
     )
     weight = loaded.model.embedding.weight
-    print(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", file=notes, flush=True)
+    print_line(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", notes)
     run = _stream if len(texts) == 1 else _collect
     started = time.perf_counter()
     _print_speed(len(texts), started, run(loaded, texts, max_new_tokens, sampling, out), notes)

@@ -24,7 +24,7 @@ from tamis.run.copies.child_process import run_with_copies
 from tamis.run.copies.fetch import fetch_newest
 from tamis.run.cost import CostMeter, cost_banner, metered, money
 from tamis.run.eta import duration_text
-from tamis.run.files.console import counted, say
+from tamis.run.files.console import counted, print_line, say
 from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
@@ -234,7 +234,7 @@ def _passes_quick_preflight(job: Job) -> bool:
     lines: list[str] = []
     ready = run_preflight(job.config, gpus=job.gpus, quick=True, emit=lines.append) == 0
     if not ready:
-        print("\n".join(lines), flush=True)
+        print_line("\n".join(lines))
     return ready
 
 

@@ -16,8 +16,10 @@ from tamis.data import DataError
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import read_gpus
 from tamis.run.files.lock import RunLocked
+from tamis.run.handover import bundle
 from tamis.run.plan import choose_config
 from tests.cli.typed import command_line, ok, tamis, typed
+from tests.run.fabricate import fabricate
 
 VERBS = {
     "run", "train", "launch", "halt", "restore",
@@ -192,3 +194,15 @@ def test_version_and_help_are_where_other_tools_have_them(monkeypatch: pytest.Mo
 def test_help_shows_what_a_person_types_and_no_types_of_the_program(verb: str) -> None:
     text = ok(tamis(*verb.split(), "--help"))
     assert "<bool>" not in text and "<list" not in text and "--no-" not in text
+
+
+def test_no_verb_prints_the_escapes_of_a_name(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "run\x1b[2J"
+    fabricate(tmp_path / "plain", steps=25).path.rename(name)
+    (tmp_path / name / "checkpoint_step99.pt").touch()  # unfinished, and named by those who look for the newest
+    monkeypatch.setattr(bundle, "_write_weights", lambda checkpoint, target: "not here")
+    for words in (["halt", name], ["handoff", name], ["status", name], ["config", "validate", f"{name}.yaml"]):
+        typed(*words)
+        printed = "".join(capsys.readouterr())
+        assert "run\\x1b[2J" in printed and "\x1b" not in printed, words

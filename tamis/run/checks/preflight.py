@@ -26,7 +26,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
-from tamis.run.files.console import printable_line
+from tamis.run.files.console import print_line, printable_line
 from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.supervise.worker_processes import torchrun_command
 
@@ -41,7 +41,7 @@ def run_preflight(
     *,
     gpus: Sequence[Gpu] | None = None,
     quick: bool = False,
-    emit: Callable[[str], None] = print,
+    emit: Callable[[str], None] = print_line,
 ) -> int:
     """Run every check, emit each result at once, and store all in OUT/preflight.json. Returns 0 if ready, else 1.
 

@@ -45,6 +45,11 @@ def say(text: str, stream: TextIO | None = None) -> None:
     write(f"{PREFIX}{printable(text)}\n", stream)
 
 
+def print_line(text: object, stream: TextIO | None = None) -> None:
+    """Print a line without the prefix; escapes in names and messages are shown as escapes."""
+    write(f"{printable(text)}\n", stream)
+
+
 def write(text: str, stream: TextIO | None = None) -> None:
     """Write to stdout or `stream` and flush. A closed pipe, a full disk or an ASCII locale is no error."""
     stream = stream or sys.stdout

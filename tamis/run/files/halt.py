@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from tamis.run.files.console import print_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
@@ -67,20 +68,20 @@ def halt_run(run: RunDirectory, reason: str, wait_s: float) -> int:
     Returns 0 when the run has stopped or `wait_s` is 0, and 1 when nothing runs or the run goes on.
     """
     if not _is_running(run):
-        print(f"nothing runs in {run.path}: there is nothing to halt")
+        print_line(f"nothing runs in {run.path}: there is nothing to halt")
         return 1
     HaltFile(run.halt).request(reason)
-    print(f"asked {run.path} to halt at the next step boundary: {reason}", flush=True)
+    print_line(f"asked {run.path} to halt at the next step boundary: {reason}")
     if wait_s == 0:
         return 0
     deadline = time.monotonic() + wait_s
     while _is_running(run) and time.monotonic() < deadline:
         time.sleep(0.2)
     if _is_running(run):
-        print(f"still running after {wait_s:g} s: {run.halt} stays, tamis monitor {run.path} shows what it does")
+        print_line(f"still running after {wait_s:g} s: {run.halt} stays, tamis monitor {run.path} shows what it does")
         return 1
     step = latest_valid_checkpoint(run)
-    print(
+    print_line(
         "stopped; there is no checkpoint yet" if step is None else f"stopped; newest checkpoint {run.checkpoint(step)}"
     )
     return 0

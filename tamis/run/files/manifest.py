@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tamis.run.files.console import print_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.reading import open_to_read, read_json
 from tamis.run.files.records import utc, write_json_atomic
@@ -110,7 +111,7 @@ def latest_valid_checkpoint(
 ) -> int | None:
     """The newest step whose checkpoint is whole; newer ones that are not are named to `on_damaged`, else on stderr."""
     run = run if isinstance(run, RunDirectory) else RunDirectory(run)
-    tell = on_damaged or (lambda message: print(message, file=sys.stderr, flush=True))
+    tell = on_damaged or (lambda message: print_line(message, sys.stderr))
     for step in reversed(run.checkpoint_traces()):
         problem = damage(run.manifest(step))
         if problem is None:

@@ -23,7 +23,7 @@ from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.file_problems import file_problems
-from tamis.run.files.console import printable_line
+from tamis.run.files.console import print_line, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -52,7 +52,7 @@ def write_bundle(
     output: Path | None = None,
     environment: Mapping[str, str] | None = None,
     repository: Path | None = None,
-    say: Say = print,
+    say: Say = print_line,
 ) -> int:
     """Write and verify the bundle. Returns 0 if it is complete and verified, 1 if something is missing.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tamis.config import ConfigError, load_config
+from tamis.run.files.console import print_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
@@ -123,7 +124,7 @@ def watch_run(
     look_every_s: float = 1.0,
     limits: Limits | None = None,
     grace: Grace | None = None,
-    say: Callable[[str], None] = lambda message: print(message, flush=True),
+    say: Callable[[str], None] = print_line,
 ) -> int:
     """Watch until the run has ended (0) or an alarm is raised (5); the run is then halted if `halt` is set."""
     run = RunDirectory(directory)
