@@ -212,13 +212,15 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     assert "step 40" in found.evidence
 
 
-def test_a_checkpoint_counts_as_loadable_only_when_it_loads(tmp_path):
+def test_a_checkpoint_counts_as_loadable_only_when_it_loads(tmp_path, monkeypatch):
     run = fabricate(tmp_path, steps=20)
     assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "fail"
     config = read_evidence(run).config
     torch.save({"step": 20, "config": config.model_dump(), "model": {"w": torch.zeros(3)}}, run.checkpoint(20))
     write_manifest(run, 20, config_hash="x")
     assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "pass"
+    monkeypatch.setattr(checkpoints.subprocess, "run", None)
+    assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "pass", "an unchanged file is loaded once"
 
 
 def test_a_watchdog_alarm_fails_the_run_and_a_note_does_not(tmp_path):

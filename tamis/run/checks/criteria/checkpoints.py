@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 from tamis.config import Config
 from tamis.run.checks.evidence import Evidence
@@ -40,16 +42,30 @@ def newest_checkpoint_loads(evidence: Evidence) -> Finding:
     steps = evidence.directory.checkpoints()
     if not steps:
         return failed("there is no checkpoint")
-    path = evidence.directory.checkpoint(steps[-1])
-    command = [sys.executable, "-m", "tamis", "verify-checkpoint", str(path), str(evidence.directory.config_yaml)]
+    path, config = evidence.directory.checkpoint(steps[-1]), evidence.directory.config_yaml
+    if problem := _problem_with_loading(path, config, _version(path), _version(config)):
+        return failed(f"{path.name} {problem}")
+    manifest = read_manifest(evidence.directory.manifest(steps[-1]))
+    return passed(f"{path.name} loaded ({manifest['bytes'] / 1e6:,.0f} MB, written {manifest['time']})")
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """When the file was written, and its size; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+@cache  # a launch judges the same files for its last phase, its criteria and its bundle
+def _problem_with_loading(path: Path, config: Path, *versions: tuple[int, int] | None) -> str | None:
+    command = [sys.executable, "-m", "tamis", "verify-checkpoint", str(path), str(config)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return failed(f"{path.name} did not load within {LOAD_TIMEOUT_S} s")
-    if done.returncode:
-        return failed(f"{path.name} does not load: {_error_line(done.stderr)}")
-    manifest = read_manifest(evidence.directory.manifest(steps[-1]))
-    return passed(f"{path.name} loaded ({manifest['bytes'] / 1e6:,.0f} MB, written {manifest['time']})")
+        return f"did not load within {LOAD_TIMEOUT_S} s"
+    return f"does not load: {_error_line(done.stderr)}" if done.returncode else None
 
 
 def _error_line(stderr: str) -> str:
