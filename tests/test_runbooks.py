@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tamis.cli.main import app
 from tamis.config import build_config, load_config
+from tamis.train.main import train_config
 from tests.checkout import MINIATURE, ROOT, TIMEOUT_S, Checkout, Done, make_checkout
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))
@@ -164,15 +165,17 @@ def assert_serves_curves(checkout: Checkout, start: str) -> None:
     assert addresses == {"0100007F"}
 
 
-def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(checkout: Checkout) -> None:
+def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = "artifacts/m7c_125m"
     start = command(0, "train_showcase.py", "--resume")
-    small = f"{SMALL} runtime.precision=fp32 train.log_every=1 train.save_every=3"
-    first = start.replace("torchrun --nproc_per_node=2", "python").replace(
-        f"--resume {out}/checkpoint_step{{N}}.pt", ""
-    )
-    ok(checkout.run(f"{first} {small} train.steps=3"))
-    resumed = ok(checkout.run(start.replace("{N}", "3") + f" {small} train.steps=6"))
+    small = ["runtime.precision=fp32", "train.log_every=1", "train.save_every=3"]
+    monkeypatch.chdir(checkout.path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the trainer of this process has torch loaded already
+    first = load_config(ROOT / "configs" / "m7c_125m_80g.yaml", [*MINIATURE, *small, "train.steps=3"])
+    assert train_config(first) == 0
+    resumed = ok(checkout.run(f"{start.replace('{N}', '3')} {SMALL} {' '.join(small)} train.steps=6"))
     assert "2 × CPU" in resumed
     assert steps_logged(checkout, out) == [1, 2, 3, 4, 5, 6]
     assert "step,loss,lr,toks_per_s" in checkout.run("timeout 3 " + command(0, "tail -f"))
@@ -203,8 +206,7 @@ def test_pilot_measures(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> 
     words = shlex.split(command(0, "tamis estimate").replace("configs/m7c_125m_80g.yaml", config))
     assert "tok/s" in CliRunner().invoke(app, words[1:]).output  # here, where torch is loaded already
     demo = command(0, "demo_64k.py").replace("65536", "96").replace("4096", "32")
-    told = ok(checkout.run(f"{demo} --decode_tokens 2 {SMALL}"))
-    assert "reads_total" in told
+    assert "reads_total" in ok(checkout.run(f"{demo} --decode_tokens 2 {SMALL}"))
 
 
 def test_what_to_do_when_it_seems_stuck(checkout: Checkout) -> None:

@@ -109,6 +109,7 @@ def _train_files(data: Data) -> list[str]:
     except ImportError:
         raise DataError("data.dataset fineweb_edu needs the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = False  # else it loads torch (2 s) into processes that only read text
     wanted = data.hub_subset if _has_subset(data) else None
     where = f"{data.hub_name} {data.hub_subset}"
     try:

@@ -258,13 +258,13 @@ def test_the_sample_is_in_row_groups_so_that_resuming_can_be_cheap():
     assert pq.ParquetFile(next(SAMPLE_FOLDER.glob("*.parquet"))).num_row_groups > 1
 
 
-def test_reading_starts_no_threads_that_could_abort_the_process_at_its_end(repository):
+def test_reading_loads_no_torch_and_starts_no_threads_that_could_abort_the_process_at_its_end(repository):
     program = (
         "import os, sys; from tamis.config import load_config; from tamis.data.hub import open_hub\n"
         "source = open_hub(load_config(sys.argv[1]).data); threads = lambda: len(os.listdir('/proc/self/task'))\n"
-        "before = threads(); records = source.read(0); next(records); print(threads() - before)"
+        "before = threads(); records = source.read(0); next(records); print(threads() - before, 'torch' in sys.modules)"
     )
     config = repository.parent / "threads.yaml"
     config.write_text(hub_config(repository).to_yaml())
     done = subprocess.run([sys.executable, "-c", program, config], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0"]
+    assert done.stdout.split() == ["0", "False"]

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from pickletools import genops
 
 from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, write_findings
@@ -187,14 +188,17 @@ def _add_checkpoint(
 
 
 def checkpoint_text(checkpoint: Path) -> str:
-    """The part of a checkpoint that holds its configuration and no tensor, as text."""
+    """The strings of a checkpoint, its configuration's among them; bytes between them may look like a secret."""
     if checkpoint.is_dir():
         return read_text(checkpoint / "facts.json")
     if not zipfile.is_zipfile(checkpoint):
         return ""
     with zipfile.ZipFile(checkpoint) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        return "".join(archive.read(name).decode(errors="replace") for name in names)
+        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+    try:
+        return "\n".join(string for data in pickles for _, string, _ in genops(data) if isinstance(string, str))
+    except ValueError:  # not a pickle that anything would load
+        return "".join(data.decode(errors="replace") for data in pickles)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -127,6 +127,16 @@ def test_secrets_in_the_configuration_of_the_checkpoint_and_the_weights_are_reda
     assert json.loads(files["checkpoint_step60.json"])["bytes"] == len(files["checkpoint_step60.pt"])
 
 
+def test_bytes_of_a_checkpoint_that_look_like_a_host_do_not_make_a_copy_of_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_convert", None)
+    config = build_config({"data": {"dataset": "fineweb_edu_local", "local_path": "/data/shards"}})
+    save_file(run, {"step": 60, "config": config.model_dump(), "model": {"w": torch.ones(64, 64)}}, config)
+    saved = run.checkpoint(60).read_bytes()
+    assert redactor({})(saved.decode(errors="replace")) != saved.decode(errors="replace")
+    _, output, _ = bundle_of(run, tmp_path)
+    assert contents(output)["checkpoint_step60.pt"] == saved
+
+
 def test_every_file_is_listed_with_its_sum_and_the_bundle_with_its_own(run, tmp_path):
     _, output, _ = bundle_of(run, tmp_path)
     sums = contents(output)["SHA256SUMS"].decode().splitlines()
