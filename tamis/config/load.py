@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from tamis.config.schema import Config, Section, impossible_combinations
+from tamis.config.combinations import impossible_combinations
+from tamis.config.schema import Config, Section
 from tamis.config.suggest import did_you_mean, nearest
 from tamis.config.vocabulary import VOCABULARY, tokenizer_file, vocabulary_size
 from tamis.config.yaml_file import ConfigError, read_value, read_yaml

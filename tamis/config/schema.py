@@ -25,7 +25,12 @@ MOST_TOKENS = 2**24  # of one sequence
 MOST_TOKENS_PER_STEP = 2**31  # of one process
 LOCAL = ("local", "fineweb_edu_local")  # two names of one source, data.dataset
 LONGEST_TEXT = 1000  # characters of a name or path
-OPERATION = ("notify", "cost", "copy")  # sections about the machine and its operator: no effect on what is trained
+OPERATION = (
+    "log",
+    "notify",
+    "cost",
+    "copy",
+)  # sections about the operator: no effect on what is trained
 
 
 def _one_line(text: str) -> str:
@@ -243,6 +248,16 @@ class Train(Section):
         return 2 * self.save_every if self.max_unsaved_steps is None else self.max_unsaved_steps
 
 
+class Log(Section):
+    """Where the curves go besides training.csv; see operations.md."""
+
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = _key(
+        ["tensorboard"], "Loggers of the curves; all but TensorBoard need their package."
+    )
+    project: Line = _key("tamis", "Project or experiment that a logger files the run under.")
+    offline: bool = _key(False, "Loggers write under OUT alone and send nothing.")
+
+
 class Notify(Section):
     """Messages to the operator, sent by the supervisor; see operations.md."""
 
@@ -307,6 +322,7 @@ class Config(Section):
     data: Data = Data()
     runtime: Runtime = Runtime()
     train: Train = Train()
+    log: Log = Log()
     notify: Notify = Notify()
     cost: Cost = Cost()
     copy: Copy = Copy()  # type: ignore[assignment]
@@ -348,51 +364,3 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
-
-
-def impossible_combinations(config: Config) -> list[str]:
-    """A sentence for each combination of keys that cannot be trained."""
-    model, nsa, data, runtime = config.model, config.nsa, config.data, config.runtime
-    checks = [
-        (
-            model.n_heads % model.n_kv_groups,
-            f"model.n_heads must be a multiple of model.n_kv_groups, got {model.n_heads} and {model.n_kv_groups}",
-        ),
-        (model.d_k % 2, f"model.d_k must be even for rotary positions, got {model.d_k}"),
-        (nsa.l % nsa.d, f"nsa.l must be a multiple of nsa.d, got l={nsa.l} and d={nsa.d}"),
-        (nsa.l_sel % nsa.d, f"nsa.l_sel must be a multiple of nsa.d, got l_sel={nsa.l_sel} and d={nsa.d}"),
-        (
-            not 1 <= len([nsa.layers] if isinstance(nsa.layers, str) else nsa.layers) <= model.n_layers,
-            f"nsa.layers must list 1 to model.n_layers={model.n_layers} layers, got {len(nsa.layers)}",
-        ),
-        (
-            data.dataset in (*LOCAL, "shards") and not data.local_path,
-            f"data.local_path must be set when data.dataset is {data.dataset}",
-        ),
-        (
-            (data.dataset == "mixture") != bool(data.mixture),
-            "data.mixture must name sources and weights if data.dataset is mixture, and be null otherwise",
-        ),
-        (
-            data.vocab_size not in (None, VOCABULARY.get(data.tokenizer, data.vocab_size)),
-            f"data.vocab_size must be null or {VOCABULARY.get(data.tokenizer)} when data.tokenizer is {data.tokenizer}",
-        ),
-        (
-            runtime.production and data.synthetic_on_fail,
-            "data.synthetic_on_fail must be false when runtime.production is true",
-        ),
-        (
-            runtime.sdpa == "flash_only" and not runtime.use_flash,
-            "runtime.sdpa: flash_only needs runtime.use_flash: true",
-        ),
-        (
-            config.cost.max is not None and not config.cost.per_hour,
-            "cost.max needs cost.per_hour: the price of the machine per hour",
-        ),
-        (
-            config.tokens_per_step(1) > MOST_TOKENS_PER_STEP,
-            f"train.batch_size · train.accumulate_grad_batches · train.seq_len must be at most "
-            f"{MOST_TOKENS_PER_STEP:,} tokens, got {config.tokens_per_step(1):,}",
-        ),
-    ]
-    return [message for is_broken, message in checks if is_broken]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tamis.run.files.heartbeat import HeartbeatWriter, Phase
 from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, Sample
 from tamis.train.console import Console, Pace, ZScore
 from tamis.train.distributed import Ranks
+from tamis.train.loggers import CurveLogger, open_loggers
 from tamis.train.mfu import Utilisation
 from tamis.train.selection import SELECTION_STATISTICS
 
@@ -57,7 +58,7 @@ class Telemetry:
         self.heartbeat = HeartbeatWriter(run.heartbeat(ranks.rank), ranks.rank)
         self.training_csv = CsvLog(run.training_csv, TRAINING_HEADER)
         self.val_csv = CsvLog(run.val_csv, VAL_HEADER)
-        self.board = _open_tensorboard(config, run, console) if ranks.is_main else None
+        self.loggers: list[CurveLogger] = []
         self.nsa_layers = [layer for layer, kind in enumerate(config.layer_kinds) if kind == "nsa"]
         self.utilisation = Utilisation(config, ranks.device)
         self.z_loss, self.z_norm, self.pace = ZScore(), ZScore(), Pace()
@@ -65,6 +66,11 @@ class Telemetry:
         self.last_finish = self.last_log_time = time.monotonic()
         self.last_log_step = 0
         self.final: dict[str, Any] = {}
+
+    def open(self) -> None:
+        """Open the loggers of `log.to`; a ConfigError names one that cannot be opened."""
+        if self.ranks.is_main:
+            self.loggers = open_loggers(self.config, self.run, self.console)
 
     def resume_at(self, step: int) -> None:
         """Drop the rows an interrupted run wrote beyond the checkpoint it resumes from."""
@@ -158,20 +164,21 @@ class Telemetry:
         for number, sample in enumerate(samples, 1):
             if number == 1:
                 self.console.say(f"step {step}: {sample.prompt!r} … {sample.text!r}")
-            if self.board is not None:
-                with contextlib.suppress(OSError):  # the scalars report it
-                    self.board.add_text(f"samples/{number}", f"    {sample.prompt}▶{sample.text}", step)
+            text = f"{sample.prompt}▶{sample.text}"
+            self._to_loggers(methodcaller("log_text", f"samples/{number}", text, step))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Write to TensorBoard. An error there is reported once and turns TensorBoard off; it never ends a run."""
-        if self.board is None:
-            return
-        try:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-        except OSError as error:
-            self.console.say(f"TensorBoard cannot be written any more ({error}); training continues without it")
-            self.board = None
+        """Write numbers to the loggers."""
+        self._to_loggers(lambda logger: logger.log(values, step))
+
+    def _to_loggers(self, write: Callable[[CurveLogger], None]) -> None:
+        """Write to each logger. One that fails is reported once and turned off; it never ends a run."""
+        for logger in list(self.loggers):
+            try:
+                write(logger)
+            except Exception as error:  # the packages raise anything: a full disk, a lost network, an expired key
+                self.console.say(f"{logger.name} cannot be written any more ({error}); training continues without it")
+                self.loggers.remove(logger)
 
     def pause(self) -> None:
         """Exclude the time since the last step (evaluation, saving) from the next step's time and throughput."""
@@ -180,25 +187,12 @@ class Telemetry:
         self.last_finish = now
 
     def close(self) -> None:
-        """Flush TensorBoard: a process that exits after a failure does not wait for its writer thread."""
-        if self.board is None:
-            return
-        try:
-            self.board.close()
-        except OSError as error:
-            self.console.say(f"the last points of TensorBoard are lost ({error})")
-
-
-def _open_tensorboard(config: Config, run: RunDirectory, console: Console) -> Any:
-    if not config.train.tensorboard:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(run.tensorboard))  # type: ignore[no-untyped-call]
-    except (ImportError, OSError) as error:
-        console.say(f"TensorBoard is off: {error}")
-        return None
+        """Flush the loggers: a process that exits after a failure does not wait for their threads."""
+        for logger in self.loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                self.console.say(f"the last points of {logger.name} are lost ({error})")
 
 
 def _percentiles(fetches: deque[float]) -> dict[str, float]:

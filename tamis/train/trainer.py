@@ -71,6 +71,7 @@ class Trainer:
     def open(self, checkpoint: str | None) -> None:
         """Open the data, build the model, and resume from the checkpoint if there is one."""
         config, ranks, stage = self.config, self.ranks, self.console.stage
+        ranks.together(self.telemetry.open)
         with stage("opening the data"):
             self.loader = ranks.together(lambda: open_loader(config, rank=ranks.rank, world_size=ranks.world_size))
         self.console.say(f"data: {self.loader.description}")

@@ -89,7 +89,7 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones_alone() -> None:
 
 
 def test_an_unknown_section_is_an_error_with_the_nearest_known_one() -> None:
-    known = "model, nsa, data, runtime, train, notify, cost, copy"
+    known = "model, nsa, data, runtime, train, log, notify, cost, copy"
     assert refusal("trian.steps=3") == f"unknown section 'trian'; did you mean train?; known: {known}"
 
 
