@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tamis.config import Config, ConfigError
@@ -62,7 +63,8 @@ class Notifier:
         self._events = EventLog(out, by="notify")
         self._outboxes = [Outbox(one, self._report) for one in addresses]
         self._redact = redactor(os.environ)
-        self._offset = out.events.stat().st_size if out.events.is_file() else 0
+        earlier = [path for path in (out.events, self._phase_events()) if path is not None and path.is_file()]
+        self._offsets = {path: path.stat().st_size for path in earlier}
         self._step_at_launch, self._has_saved = max(out.checkpoints(), default=0), False
         self._digest_s = config.notify.digest_hours * 3600
         self._next_digest = time.monotonic() + self._digest_s
@@ -154,9 +156,21 @@ class Notifier:
         return True
 
     def _new_events(self) -> list[dict[str, Any]]:
+        """New events of the run; of a phase in a directory of its own, all but its start and end."""
+        events = self._read_new(self.out.events)
+        if (of_phase := self._phase_events()) is not None:
+            events += [event for event in self._read_new(of_phase) if event["event"] not in ("start", "end")]
+        return events
+
+    def _phase_events(self) -> Path | None:
+        """The events file of the phase under way; None while there is no phase, or it runs in OUT."""
+        phase = (self.out.path / "phases" / "current").resolve()
+        return phase / "events.jsonl" if phase.is_dir() and phase != self.out.path.resolve() else None
+
+    def _read_new(self, path: Path) -> list[dict[str, Any]]:
         try:
-            with open_to_read(self.out.events) as file:
-                lines, self._offset = lines_after(file, self._offset, MOST_BYTES_PER_LOOK)
+            with open_to_read(path) as file:
+                lines, self._offsets[path] = lines_after(file, self._offsets.get(path, 0), MOST_BYTES_PER_LOOK)
         except OSError:
             return []
         return [event for line in lines if (event := parse_event(line)) is not None]

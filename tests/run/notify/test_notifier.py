@@ -123,6 +123,25 @@ def test_each_kind_of_event_is_sent_once_and_the_end_counts_the_rest(tmp_path: P
     )
 
 
+def test_alarms_of_a_phase_are_sent_and_its_start_and_end_are_not(tmp_path: Path, receiving) -> None:
+    receiver = receiving()
+    config, out = config_for(tmp_path / "out"), RunDirectory(tmp_path / "out").create()
+    phases = [RunDirectory(out.path / "phases" / f"phase{number}_x").create() for number in (0, 1)]
+    current = out.path / "phases" / "current"
+    current.symlink_to("phase0_x")
+    EventLog(phases[0], by="watchdog").record("dead_rank", "of an earlier launch", severity="stall")
+    watcher = Notifier(config, out, CostMeter(config, out), [f"http://{receiver.place}/"])
+    watcher.look()
+    current.unlink()
+    current.symlink_to("phase1_x")
+    for name, evidence in (("start", {}), ("stuck_in_compute", {"severity": "stall"}), ("end", {"exit_code": 5})):
+        EventLog(phases[1], by="supervisor").record(name, "in phase 1", **evidence)
+    watcher.look()
+    watcher.flush()
+    watcher.close()
+    assert receiver.events() == ["stall"]
+
+
 def test_messages_are_limited_per_hour_but_the_end_always_comes(tmp_path: Path, receiving, monkeypatch) -> None:
     monkeypatch.setattr(notifier_module, "MOST_PER_HOUR", 3)
     receiver = receiving()
