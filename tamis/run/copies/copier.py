@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tamis.config import ConfigError
 from tamis.run.copies.index import (
+    EVIDENCE,
     INDEX,
     PAGES,
     FileSum,
@@ -171,7 +172,7 @@ class Copier:
                 staged[name] = _link(source, self._staging / name)
         except FileNotFoundError:
             raise SourceGone(f"{checkpoint.name} was deleted here before it was copied") from None
-        for name in record_names(self.run):
+        for name in [*record_names(self.run), *EVIDENCE]:
             with suppress(FileNotFoundError):
                 staged[name] = Path(shutil.copyfile(self.run.path / name, self._staging / name))
         return staged

@@ -20,15 +20,10 @@ from tamis.run.files.records import utc
 INDEX = "copy.json"
 OWNER = "owner.json"
 RECORDS = (
-    "config.yaml",
-    "run.info",
-    "env.json",
-    "cost.json",
-    "training.csv",
-    "val.csv",
-    "metrics.json",
-    "events.jsonl",
+    *("config.yaml", "run.info", "env.json", "training.csv", "val.csv", "metrics.json", "events.jsonl", "cost.json"),
+    *("samples.jsonl", "eval.json", "preflight.json", "go_no_go.json", "judgement.json"),
 )
+EVIDENCE = ("heartbeat_rank0.jsonl", "gpu_usage.csv")  # large: copied with a checkpoint only
 PAGES = ("report.html", "live.html")
 _FOLDER = re.compile(r"step(\d{1,12})")
 _TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{12}\.(json|tiktoken)")  # the copy of a tokenizer's file that a run keeps
@@ -64,7 +59,7 @@ class StepCopy:
 
 
 def record_names(run: RunDirectory) -> list[str]:
-    """The records to copy with a checkpoint; one that the run does not have may be among them."""
+    """The small records; one that the run does not have may be among them."""
     return [*RECORDS, *sorted(path.name for path in run.path.glob("tokenizer-*") if is_tokenizer(path.name))]
 
 
@@ -110,15 +105,18 @@ def parse_copy(content: bytes | None, step: int) -> StepCopy | None:
 
 def _file_sum(name: str, entry: Any, step: int) -> FileSum | None:
     """The size and checksum of a file whose name may be written into a run directory."""
-    names = RunDirectory("")
-    checkpoint = names.checkpoint(step).name
-    is_part = bool(_PART_OF_CHECKPOINT.fullmatch(name)) and name.startswith(f"{checkpoint}/")
-    if not is_part and not is_tokenizer(name) and name not in (*RECORDS, checkpoint, names.manifest(step).name):
-        return None
-    if name.endswith("/..") or not isinstance(entry, dict):
+    if not _is_known(name, step) or not isinstance(entry, dict):
         return None
     size, digest = entry.get("bytes"), entry.get("sha256")
     return FileSum(size, digest) if type(size) is int and type(digest) is str else None
+
+
+def _is_known(name: str, step: int) -> bool:
+    names = RunDirectory("")
+    checkpoint, manifest = names.checkpoint(step).name, names.manifest(step).name
+    if _PART_OF_CHECKPOINT.fullmatch(name):
+        return name.startswith(f"{checkpoint}/") and not name.endswith("/..")
+    return is_tokenizer(name) or name in (checkpoint, manifest, *RECORDS, *EVIDENCE)
 
 
 def owner_of(store: Store) -> dict[str, Any] | None:

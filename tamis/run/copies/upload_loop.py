@@ -24,9 +24,11 @@ from tamis.run.files.console import printable, say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.lock import RunLock, RunLocked
 
 LOOK_EVERY_S = 2.0
+LOOK_DURING_UPLOAD_S = 0.5
 RECORDS_EVERY_S = 60.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 2.0, 300.0  # between attempts after failures
 LAST_ATTEMPTS = 3  # once the run has ended
@@ -45,7 +47,7 @@ class UploadLoop:
         self.current: int | None = None  # the step that is being uploaded
         self.problem: str | None = None
         self.last_success: float | None = None
-        self.records_at = 0.0  # monotonic
+        self.records_at = self.looked_at = 0.0  # monotonic
 
     def run_to_its_end(self) -> int:
         """Copy until everything is copied after the run has ended; returns 0, or why not."""
@@ -137,10 +139,18 @@ class UploadLoop:
         write_copies(self.run, state)
 
     def _is_superseded(self) -> bool:
-        """True if the run is ending and has a newer checkpoint than the one that is being uploaded."""
-        self.is_finishing = self.is_finishing or self._is_asked_to_finish()
+        """True if the run has stopped and has a newer checkpoint than the one that is being uploaded."""
+        if time.monotonic() - self.looked_at < LOOK_DURING_UPLOAD_S:
+            return False
+        self.looked_at = time.monotonic()
         newest = max(self.run.checkpoints(), default=0)
-        return self.is_finishing and newest > (self.current or newest) and newest not in self.copier.copies
+        is_older = newest > (self.current or newest) and newest not in self.copier.copies
+        return is_older and (self._is_asked_to_finish() or self._has_stopped())
+
+    def _has_stopped(self) -> bool:
+        """True if the trainer has ended, with its last checkpoint saved; the launch may still write its report."""
+        last = read_heartbeats(self.run.heartbeat(0), tail=1)
+        return bool(last) and last[-1].phase in ("halted", "done", "failed")
 
     def _is_asked_to_finish(self) -> bool:
         return bool(select.select([sys.stdin], [], [], 0)[0])

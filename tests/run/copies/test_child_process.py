@@ -18,6 +18,7 @@ from tamis.run.copies.copier import CopyRefused
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
 from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.heartbeat import HeartbeatWriter
 from tamis.run.files.lock import RunLock
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.text import snapshot_text
@@ -75,6 +76,8 @@ def test_after_term_the_newest_checkpoint_is_copied_before_older_ones(tmp_path: 
     def work() -> int:
         until(lambda: state(run).get("copying_step") == 5)
         save(run, 10)
+        HeartbeatWriter(run.heartbeat(0), 0).beat("halted", 10, exit_code=4)
+        until(lambda: state(run).get("newest_step") == 10)  # while the launch still writes its report
         return ExitCode.PREEMPTED
 
     copy = Copy(to=f"file://{tmp_path}/there", max_mbps=16)
