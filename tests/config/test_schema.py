@@ -54,7 +54,8 @@ def another_value(dotted: str) -> Any:
     options = typing.get_args(field_of(dotted).annotation)
     choices = [word for option in options for word in (option, *typing.get_args(option)) if isinstance(word, str)]
     if choices:
-        return choices[-1] if choices[-1] != value else choices[0]
+        word = choices[-1] if choices[-1] != value else choices[0]
+        return [word] if isinstance(value, list) else word
     if value is None and "text" not in allowed_values(field_of(dotted)):
         return 7
     if isinstance(value, bool):
