@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import socket
 import stat
 import time
@@ -77,10 +78,12 @@ class ProcessId:
         return "stopped" if letter in "Tt" else "running"
 
     def send(self, number: int) -> None:
-        """Signal the process if it is still the same one."""
+        """Signal the process if it is still the same one. One that is stopped is continued, so that it obeys TERM."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+                if number == signal.SIGTERM:
+                    os.kill(self.pid, signal.SIGCONT)
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:

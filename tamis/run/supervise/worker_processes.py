@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -123,10 +123,13 @@ class WorkerProcesses:
         return self.process.poll() is not None
 
     def send(self, number: int) -> None:
-        """Send TERM to the started process, which forwards it; send KILL to all of its descendants too."""
-        for process in self._everything() if number == signal.SIGKILL else [self.process]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.send_signal(number)
+        """Send TERM to the started process, which forwards it, and continue stopped ones; KILL goes to all of them."""
+        everything = self._everything()
+        if number == signal.SIGKILL:
+            _send(number, everything)
+        else:
+            _send(number, [self.process])
+            _send(signal.SIGCONT, everything)
 
     def close(self) -> None:
         """Wait for the exit and the last output, but not for a helper that still holds the pipe."""
@@ -139,6 +142,12 @@ class WorkerProcesses:
             return [*parent.children(recursive=True), parent]
         except psutil.NoSuchProcess:
             return []
+
+
+def _send(number: int, processes: Iterable[psutil.Process | subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            process.send_signal(number)
 
 
 def _open_log(path: Path) -> IO[bytes]:

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tamis.run.files.directory import RunDirectory
@@ -53,6 +55,16 @@ def test_workers_end_even_if_their_log_cannot_be_written(tmp_path: Path, in_the_
     in_the_way(tmp_path / "log")
     script = "import sys; sys.stdout.write('x' * (3 << 20)); sys.exit(7)"  # more than the pipe holds
     workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
+    assert workers.process.wait(60) == 7
+    workers.close()
+
+
+def test_a_stopped_worker_obeys_term(tmp_path: Path) -> None:
+    script = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('ready', flush=True); "
+    workers = WorkerProcesses([sys.executable, "-c", script + "os.kill(os.getpid(), 19)"], tmp_path / "log", Screen())
+    while psutil.Process(workers.process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    workers.send(signal.SIGTERM)
     assert workers.process.wait(60) == 7
     workers.close()
 

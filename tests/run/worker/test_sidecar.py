@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tamis.run.files.directory import RunDirectory
-from tamis.run.worker.sidecar import write_stack_dump
+from tamis.run.files.lock import ProcessId
+from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE, write_stack_dump
 
 WORKER = """
 import ctypes, sys, time
@@ -61,6 +62,17 @@ def test_each_usr1_writes_one_dump_and_the_process_continues(tmp_path: Path, how
         text = dump.read_text()
         assert "MainThread" in text and "faulthandler" in text and "state" in text
     worker.terminate()
+    rest, _ = worker.communicate(timeout=120)
+    assert "goes on until term" in rest
+
+
+def test_a_stopped_worker_whose_supervisor_dies_is_continued_so_that_it_can_save(tmp_path: Path, monkeypatch) -> None:
+    supervisor = subprocess.Popen(["sleep", "1000"])
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(ProcessId.of(supervisor.pid)))
+    worker = start(tmp_path, "running")
+    os.kill(worker.pid, signal.SIGSTOP)
+    supervisor.kill()
+    supervisor.wait()
     rest, _ = worker.communicate(timeout=120)
     assert "goes on until term" in rest
 
