@@ -248,14 +248,21 @@ class Train(Section):
         return 2 * self.save_every if self.max_unsaved_steps is None else self.max_unsaved_steps
 
 
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class Log(Section):
     """Where the curves go besides training.csv; see operations.md."""
 
-    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = _key(
-        ["tensorboard"], "Loggers of the curves; all but TensorBoard need their package."
+    to: LoggerName | list[LoggerName] = _key(
+        "tensorboard", "Loggers of the curves, one or a list; all but TensorBoard need their package."
     )
     project: Line = _key("tamis", "Project or experiment that a logger files the run under.")
     offline: bool = _key(False, "Loggers write under OUT alone and send nothing.")
+
+    @property
+    def names(self) -> list[str]:
+        return [self.to] if isinstance(self.to, str) else list(self.to)
 
 
 class Notify(Section):

@@ -147,12 +147,12 @@ PARAMS_PER_CALL, METRICS_PER_CALL, MOST_PARAM_CHARACTERS = 100, 1000, 500  # lim
 def open_loggers(config: Config, run: RunDirectory, console: Console) -> list[CurveLogger]:
     """Open every logger of `log.to`."""
     loggers: list[CurveLogger] = []
-    if config.train.tensorboard and "tensorboard" in config.log.to:
+    if config.train.tensorboard and "tensorboard" in config.log.names:
         try:
             loggers.append(TensorBoardLogger(config, run))
         except (ImportError, OSError) as error:
             console.say(f"TensorBoard is off: {error}")
-    return loggers + [_opened(name, config, run) for name in TRACKERS if name in config.log.to]
+    return loggers + [_opened(name, config, run) for name in TRACKERS if name in config.log.names]
 
 
 def _opened(name: str, config: Config, run: RunDirectory) -> CurveLogger:
