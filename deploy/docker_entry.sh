@@ -2,9 +2,10 @@
 # Entry of the container: `deploy/start.sh` with these words. Docker's `restart: on-failure` restarts after any code but
 # 0, so a code that a restart cannot help becomes 0 here; OUT/events.jsonl keeps the true one.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 . deploy/wait_for_run.sh
-wait_for_run "$@"
+code=0
+wait_for_run "$@" || code=$?
 case "$code" in
   1 | 2 | 3 | 5 | 6 | 7)
     echo "tamis ended with code $code, and a restart would not help: read docs/deploy.md. The container ends" >&2

@@ -98,3 +98,16 @@ def test_a_run_with_an_unreadable_store_is_not_started_over(tmp_path: Path, chec
     (checkout / "words").unlink()
     assert start(checkout, "start.sh", None, COPY_TO="nonsense://x").wait(60) != 0
     assert not (checkout / "words").exists()
+
+
+def test_skypilot_and_dstack_accept_their_files() -> None:
+    """With the tools' own parsers, where they are installed."""
+    configurations = pytest.importorskip(
+        "dstack._internal.core.models.configurations", reason="dstack is not installed"
+    )
+    task = configurations.parse_apply_configuration(yaml.safe_load((ROOT / "deploy" / "dstack.yml").read_text()))
+    assert task.type == "task" and task.stop_duration == 120
+    sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
+    tree = yaml.safe_load((ROOT / "deploy" / "skypilot.yaml").read_text())
+    tree["envs"]["COPY_TO"] = "s3://bucket/runs/first"
+    assert sky.Task.from_yaml_config(tree).name == "tamis"
