@@ -29,13 +29,13 @@ ATTEMPTS, BETWEEN_ATTEMPTS_S = 10, 0.05  # to take the lock; `is_held` of anothe
 
 @functools.cache
 def this_host() -> str:
-    """The host name, and a hash that differs between machines, boots and containers: pids compare only within it."""
+    """A hash that differs between machines, boots and containers: pids compare only within it. It names no host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
         boot = namespace = ""
-    return f"{socket.gethostname()}:{hashlib.sha256(f'{boot} {namespace}'.encode()).hexdigest()[:8]}"
+    return hashlib.sha256(f"{socket.gethostname()} {boot} {namespace}".encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class RunLock:
             "pid": me.pid,
             "started": me.started,
             "host": this_host(),
+            "host_name": socket.gethostname(),  # for the refusal; a released lock is empty, and no lock leaves OUT
             "purpose": purpose,
             "since": time.time(),
         }
@@ -198,7 +199,7 @@ class RunLock:
         owner = self.owner() or {}
         return (
             f"{self.path.parent} belongs to a running {owner.get('purpose', 'process')} "
-            f"(pid {owner.get('pid', 'unknown')} on {str(owner.get('host', 'this machine')).partition(':')[0]}). "
+            f"(pid {owner.get('pid', 'unknown')} on {owner.get('host_name', 'this machine')}). "
             f"Halt it first (touch {self.path.parent / '.HALT'}), or choose another train.out_dir."
         )
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.heartbeat import HeartbeatWriter
 from tamis.run.files.lock import ProcessId, RunLock, RunLocked, this_host
 
 HOLDER = """
@@ -122,3 +125,14 @@ def test_a_process_of_another_host_is_unknown_and_never_signalled(tmp_path: Path
         assert lock.owner_process() == ProcessId.of(os.getpid())
     process.kill()
     process.wait()
+
+
+def test_the_host_of_a_process_is_recorded_without_its_name(tmp_path):
+    writer = HeartbeatWriter(RunDirectory(tmp_path).heartbeat(0), 0)
+    writer.beat("boot", 0)
+    text = RunDirectory(tmp_path).heartbeat(0).read_text()
+    assert this_host() in text and socket.gethostname() not in text
+    with RunLock(tmp_path / ".lock") as lock:
+        lock.acquire("launch")
+        assert socket.gethostname() in lock.refusal()
+    assert (tmp_path / ".lock").read_text() == ""
