@@ -121,16 +121,22 @@ def launch_step(
 
 
 def main() -> None:
+    """Print what the kernels of each shape need; a kernel that two shapes share counts for the first."""
     arch = int(sys.argv[1])
     compiled = record_launches(arch)
+    report: dict[str, dict[str, dict[str, int | bool]]] = {}
     for shape in sys.argv[2:] or ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"]:
         name, heads, dim = shape.split(":")
+        already = set(compiled)
         launch_everything(getattr(torch, name), int(heads), int(dim))
-        launch_tile(getattr(torch, name), int(heads), int(dim))
-    launch_step(torch.bfloat16, 6, 64, batch=1, window=1)  # tests/attention/test_decode.py compiles the usual windows
-    report = {name: resources(kernel) for name, kernel in compiled.items()}
-    for name, needs in report.items():
-        print(name[:150], needs)
+        if name == "bfloat16":  # long sequences and prompts; float32 is for checks
+            launch_everything(torch.bfloat16, int(heads), int(dim), tokens=8192)
+            launch_tile(torch.bfloat16, int(heads), int(dim))
+        if not already and arch >= 90:  # tests/attention/test_decode.py compiles the usual windows
+            launch_step(torch.bfloat16, 6, 64, batch=1, window=1)
+        report[shape] = {name: resources(compiled[name]) for name in compiled if name not in already}
+        for kernel, needs in report[shape].items():
+            print(kernel[:150], needs)
     print(json.dumps(report))
 
 

@@ -5,13 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
 from tests.attention.ahead_of_time import MOST_STACK
 
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
-OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel", "_scan_kernel", "_finish_kernel")
+OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
+DECODE = ("_scan_kernel", "_finish_kernel")  # for one architecture here; tests/attention/test_decode.py has the other
 COPIED = "_dkv_copied_kernel"  # on Hopper alone
 # dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
 SHAPES = {
@@ -21,8 +23,9 @@ SHAPES = {
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 
 
-def compiled(arch: int) -> dict[str, dict]:
-    """What each kernel needs, by name; in a process that compiles rather than interprets."""
+@cache
+def compiled(arch: int) -> dict[str, dict[str, dict]]:
+    """What each kernel needs, by shape and name; in a process that compiles rather than interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.attention.ahead_of_time", str(arch), *SHAPES[arch]]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
@@ -32,8 +35,8 @@ def compiled(arch: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("arch", SHAPES)
 def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
-    kernels = compiled(arch)
-    assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS}
+    kernels = {name: needs for shape in compiled(arch).values() for name, needs in shape.items()}
+    assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS, *(DECODE if arch == 90 else ())}
     assert {name: k["shared"] for name, k in kernels.items() if k["shared"] > SHARED_MEMORY[arch]} == {}
     hot = {name: k for name, k in kernels.items() if name.startswith((*HOT, COPIED)) and k["wgmma"] + k["mma"]}
     may_spill = ("_dkv_kernel",) if arch == 80 else ()  # 40 bytes; with half the keys it would not, and read all twice
@@ -48,22 +51,9 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
 
 # Kernel and rows of its tile → bytes. Both serve head dim 128 and were faster on an H200 than what spills nothing.
 MOST_SPILLED = {("backward_halves", 64): 16, ("_forward_tiles", 256): 24}
-
-SELECTED = """
-import json, sys, torch
-from tests.attention.ahead_of_time import record_launches, resources
-from tamis.attention.kernels.selected.backward import selected_backward
-from tamis.attention.kernels.selected.pairs import selected_forward
-from tamis.attention.spec import NSASpec
-arch, spec = int(sys.argv[1]), NSASpec()
-kernels = record_launches(arch)
-for heads, dim, tokens in ((6, 64, 2048), (6, 64, 8192), (16, 128, 2048), (16, 128, 8192)):
-    q, kv = (torch.empty(1, tokens, n, dim, dtype=torch.bfloat16) for n in (heads, 1))
-    ids = torch.empty(1, tokens, 1, spec.n_sel, dtype=torch.int32)
-    out, lse = selected_forward(q, kv, kv, ids, spec, trusted=True)
-    selected_backward(q, kv, kv, ids, lse, q, q[..., 1], lse, out, spec, trusted=True)
-print(json.dumps({name: resources(kernel) for name, kernel in kernels.items()}))
-"""
+MULTIPLYING = ("_forward_tiles", "_forward_items", "backward_items", "backward_halves")
+LISTS = ("_unite_choices", "_mark_pairs", "_count_marks", "_place_pairs", "_cut_lists", "_transpose_statistics")
+SELECTED = (*MULTIPLYING, *LISTS, "_merge_")
 
 
 def may_spill(name: str) -> int:
@@ -71,21 +61,13 @@ def may_spill(name: str) -> int:
     return MOST_SPILLED.get((name.split()[0], int(rows[1]) if rows else 0), MOST_STACK)
 
 
-@pytest.mark.parametrize(("arch", "shared_memory", "kinds"), [(80, 163 << 10, 6), (90, 227 << 10, 6)])
-def test_the_selected_branch_compiles_fits_and_does_not_spill(arch, shared_memory, kinds) -> None:  # type: ignore[no-untyped-def]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", SELECTED, str(arch)], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = json.loads(run.stdout.splitlines()[-1])
-    assert {name: k for name, k in kernels.items() if k["shared"] > shared_memory} == {}
-    assert {name: k for name, k in kernels.items() if k["stack"] > may_spill(name)} == {}
-    hot = {
-        name: k
-        for name, k in kernels.items()
-        if name.startswith(("_forward_tiles", "_forward_items", "backward_items", "backward_halves"))
-    }
-    assert len(hot) == kinds
+@pytest.mark.parametrize("arch", SHAPES)
+def test_the_selected_branch_does_not_spill(arch: int) -> None:
+    shapes = [compiled(arch)[shape] for shape in ("bfloat16:6:64", "bfloat16:16:128")]
+    selected = {name: k for kernels in shapes for name, k in kernels.items() if name.startswith(SELECTED)}
+    assert {name: k["stack"] for name, k in selected.items() if k["stack"] > may_spill(name)} == {}
+    multiplying = {name: k for name, k in selected.items() if name.startswith(MULTIPLYING)}
+    on_hopper_alone = {"backward_halves"} if arch == 80 else set()
+    assert {name.split()[0] for name in multiplying} == set(MULTIPLYING) - on_hopper_alone
     if arch == 90:
-        assert all(k["wgmma"] and not k["mma"] for k in hot.values()), "not on Hopper's own matrix instructions"
+        assert all(k["wgmma"] and not k["mma"] for k in multiplying.values()), "not on Hopper's own matrix instructions"
