@@ -18,7 +18,7 @@ from tamis.data.tokenizer import Tokenizer
 from tamis.evaluate.tasks import Option, Task
 from tamis.model import Decoder
 
-LENGTH_MULTIPLE = 64  # lengths are rounded up to this: few shapes to compile kernels for
+LENGTH_MULTIPLE = {"cpu": 1, "cuda": 64}  # lengths are rounded up to this: few shapes to compile kernels for
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 131072}
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # numbers held at a time
 
@@ -111,27 +111,27 @@ def score(
     """Return the score of each text, in their order; `progress` gets the share done after every batch."""
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids), reverse=True)
     found: dict[int, Score] = {}
-    for batch in _batches(order, requests, TOKENS_AT_ONCE[model.embedding.weight.device.type]):
+    for batch in _batches(order, requests, model.embedding.weight.device.type):
         found |= zip(batch, _score_batch(model, [requests[i] for i in batch]), strict=True)
         progress(len(found) / len(requests))
     return [found[i] for i in range(len(requests))]
 
 
-def _batches(order: list[int], requests: Sequence[ScoredText], tokens: int) -> Iterator[list[int]]:
-    """Cut the requests, longest first, into batches of about so many tokens with their padding."""
+def _batches(order: list[int], requests: Sequence[ScoredText], device: str) -> Iterator[list[int]]:
+    """Cut the texts, longest first, into batches of about as many tokens, padding included, as the device takes."""
     while order:
-        count = max(1, tokens // _rounded(len(requests[order[0]].ids) - 1))
+        count = max(1, TOKENS_AT_ONCE[device] // _rounded(len(requests[order[0]].ids) - 1, device))
         yield order[:count]
         order = order[count:]
 
 
-def _rounded(length: int) -> int:
-    return math.ceil(length / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+def _rounded(length: int, device: str) -> int:
+    return math.ceil(length / LENGTH_MULTIPLE[device]) * LENGTH_MULTIPLE[device]
 
 
 def _score_batch(model: Decoder, requests: Sequence[ScoredText]) -> list[Score]:
     device = model.embedding.weight.device
-    length = min(_rounded(max(len(request.ids) for request in requests) - 1), model.max_len)
+    length = min(_rounded(max(len(request.ids) for request in requests) - 1, device.type), model.max_len)
     inputs_BS = torch.zeros(len(requests), length, dtype=torch.long)
     for row, request in zip(inputs_BS, requests, strict=True):
         row[: len(request.ids) - 1] = torch.tensor(request.ids[:-1])
