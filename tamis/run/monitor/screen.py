@@ -72,12 +72,11 @@ class MonitorScreen(App[None]):
 
     CSS = """
     Static { text-wrap: nowrap; text-overflow: ellipsis; }
-    #status, #alerts, #events, #step-time { text-wrap: wrap; }
+    #status, #alerts, #events, #samples, #step-time { text-wrap: wrap; }
     #status { height: auto; padding: 0 1; }
     #alerts { height: auto; max-height: 4; padding: 0 1; color: $text-error; }
     #panels { layout: grid; grid-size: 3; grid-rows: 2fr 11 1fr; height: 1fr; }
     #panels > * { border: round $primary; padding: 0 1; height: 100%; }
-    .-wide #events { column-span: 2; }
     .-narrow #panels { grid-size: 1; grid-rows: 1fr; }
     .-narrow.on-curves #panels { grid-size: 2; }
     .-narrow.on-ranks #panels { grid-rows: 1fr 5; }
@@ -112,6 +111,7 @@ class MonitorScreen(App[None]):
             yield Panel("step time", "ranks", monitor_text.time_lines, "no step yet")
             yield Panel("checkpoints", "log", monitor_text.checkpoint_lines, "none yet")
             yield Panel("events", "log", monitor_text.newest_events_first, "none yet")
+            yield Panel("samples", "log", monitor_text.continuation_lines, "none yet")
         yield Static(id="alerts", markup=False)
         yield Footer()
 

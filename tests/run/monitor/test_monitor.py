@@ -317,7 +317,7 @@ def test_the_screen_shows_every_panel_that_fits(tmp_path, size, page):
     if page == "ranks":
         assert shown == ["ranks", "step time"]
     else:
-        assert len(shown) == 8
+        assert len(shown) == 9
 
 
 @pytest.mark.parametrize(("size", "whole"), [((80, 24), True), ((160, 50), True), ((120, 40), False)])
