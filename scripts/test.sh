@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Bootstraps if needed, checks style and types, and runs all tests. Those that reach another machine over SSH start an
-# sshd on loopback; without sshd, ssh and rsync (Debian: openssh-server, openssh-client, rsync) they are skipped.
+# sshd on loopback; without sshd, ssh and rsync (Debian: openssh-server, openssh-client, rsync) they are skipped,
+# and so are those that open pages in a browser where there is no chromium.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/prime_bootstrap.sh --test --from-script

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -118,6 +121,24 @@ def test_halt_without_a_run_under_way_and_status_of_one_run(laptop: Laptop) -> N
     assert laptop.types("gpubox", "halt") == (0, "[tamis] no run is under way on gpubox\n")
     code, output = laptop.types("gpubox", "status", RUN)
     assert (code, output[:4]) == (0, "DONE")
+
+
+def test_the_live_screen_is_shown_in_this_terminal(laptop: Laptop) -> None:
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-S", "-m", "tamis", "remote", "gpubox", "monitor"]
+    process = subprocess.Popen(
+        command, cwd=laptop.checkout, env=laptop.environment, stdin=terminal, stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
+    seen = b""
+    while b"DONE" not in seen:
+        seen += os.read(master, 65536)
+    os.write(master, b"q")
+    with suppress(OSError):  # the end of a terminal
+        while os.read(master, 65536):
+            pass
+    assert process.wait(60) == 0
+    os.close(master)
 
 
 def test_the_live_page_is_seen_through_a_tunnel_and_ends_with_it(laptop: Laptop) -> None:
