@@ -6,10 +6,15 @@ branches take `trusted=True` from a caller that has checked its inputs: an op th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tamis.attention.spec import NSASpec
+
+MOST_ACCEPTED = 1000  # kinds of inputs remembered
+_accepted: set[tuple[object, ...]] = set()
 
 
 def check_inputs(
@@ -27,6 +32,18 @@ def check_inputs(
     groups = check_branch(q, compressed_blocks(q, spec), k_cmp=k_cmp, v_cmp=v_cmp)
     check_branch(q, q.shape[1], groups, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
     check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
+
+
+def check_inputs_once(inputs: Sequence[Tensor], spec: NSASpec) -> None:
+    """`check_inputs` for shapes, dtypes and devices that it has not accepted before, to save host time."""
+    if torch.compiler.is_compiling():
+        return check_inputs(*inputs, spec)  # type: ignore[call-arg, arg-type]
+    kinds = (spec, *[(x.shape, x.dtype, x.device) for x in inputs])
+    if kinds not in _accepted:
+        check_inputs(*inputs, spec)  # type: ignore[call-arg, arg-type]
+        if len(_accepted) >= MOST_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(kinds)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> None:

@@ -18,7 +18,7 @@ from tamis.attention.checks import (
     check_branch,
     check_cu_seqlens,
     check_ids,
-    check_inputs,
+    check_inputs_once,
     check_layout,
     check_no_later_blocks,
     compressed_blocks,
@@ -76,11 +76,11 @@ def nsa_attention(
         `[B,S,H,D]` in the dtype of `q`; with `return_lse` also the natural log-sum-exps of the compressed, selected and
         window branch, float32 `[3,B,H,S]`, −inf where a query sees no key. No gradient flows through them.
     """
-    check_inputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec)
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    check_inputs_once(inputs, spec)
     offsets = _offsets(cu_seqlens, q)
     if block_ids is not None:
         _check_block_ids(block_ids, q, k_sel.shape[2], spec, offsets)
-    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     if not _use_kernels(q, backend, k_sel.shape[2]):
         lse: list[Tensor] | None = [] if return_lse else None
         out = reference.nsa_attention(*inputs, spec, offsets, scale, block_ids, lse)

@@ -34,7 +34,7 @@ from tamis.attention.checks import (
 )  # fmt: skip
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
-from tamis.attention.kernels.launch import padded, softmax_scale, unit_last_stride
+from tamis.attention.kernels.launch import cdiv, padded, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -185,13 +185,11 @@ class _EagerAttention(torch.autograd.Function):
     long kernel."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return run_forward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = run_forward(*inputs)
         _save(ctx, inputs, output)
         ctx.mark_non_differentiable(*output[1:])
+        return output
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -362,7 +360,7 @@ def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: b
     D = cmp.shape[3]
     rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
     out = torch.empty_like(cmp)
-    _mix_kernel[(triton.cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
+    _mix_kernel[(cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
     return out
 
 
@@ -379,7 +377,7 @@ def mix_backward(
     block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
     dgates = torch.empty_like(gates)
     weights, delta = (torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device) for _ in range(2))
-    _delta_kernel[(H // heads * triton.cdiv(S, block // heads) * B,)](
+    _delta_kernel[(H // heads * cdiv(S, block // heads) * B,)](
         dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, rows,
         D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tamis.attention.cache import NSACache
 from tamis.attention.compress import LearnedCompression
-from tamis.attention.kernels.launch import padded, precision, read_start, start_argument
+from tamis.attention.kernels.launch import cdiv, next_power_of_2, padded, precision, read_start, start_argument
 from tamis.attention.spec import DeviceStart, Start, latest_start
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def write_tile(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, start: 
         ring = cache.window.slots_BW2GD
         _unroll_kernel[(older, B)](
             ring, window, start_argument(start), older, ring.shape[1], ring.stride(0), window.stride(0),
-            ROW=2 * layer.groups * D, ROW_P2=triton.next_power_of_2(2 * layer.groups * D), num_warps=WARPS,
+            ROW=2 * layer.groups * D, ROW_P2=next_power_of_2(2 * layer.groups * D), num_warps=WARPS,
         )  # fmt: skip
     _compress(layer, heads_BSCD, cache, start)
     _write(layer, heads_BSCD, cache.selected_BT2GD, start, cache, window)
@@ -208,13 +208,13 @@ def _compress(layer: NSAAttention, heads_BSCD: Tensor, cache: NSACache, at: Star
     B, S, C, D = heads_BSCD.shape
     spec, G, DP = layer.spec, layer.groups, padded(D)
     positions, start = _position(at)
-    blocks = 1 if start is None else triton.cdiv(S, spec.d)  # the most that can end in S tokens
+    blocks = 1 if start is None else cdiv(S, spec.d)  # the most that can end in S tokens
     matrices = [
         x.contiguous()
         for c in cast(tuple[LearnedCompression, ...], (layer.compress_k, layer.compress_v))
         for x in (c.place, c.hidden.weight, c.hidden.bias, c.out.weight, c.out.bias)
     ]
-    _compress_kernel[(triton.cdiv(B * blocks * G, BLOCKS), 2)](
+    _compress_kernel[(cdiv(B * blocks * G, BLOCKS), 2)](
         heads_BSCD, cache.tail.slots_BW2GD, cache.compressed_BN2GD, positions, layer.rotary.cos, layer.rotary.sin,
         *matrices, S, start, blocks, B * blocks * G,
         cache.tail.slots_BW2GD.stride(0), cache.compressed_BN2GD.stride(0),
@@ -248,7 +248,7 @@ def _write(
     _write_kernel[(B * S,)](
         heads_BSCD, positions, layer.rotary.cos, layer.rotary.sin, cached_BT2GD, ring, window_BT2GD, tail,
         S, start, older, ring.shape[1], cached_BT2GD.stride(0), ring.stride(0), tail.stride(0),
-        L=cache.spec.l if cache else 1, C=C, H=H, HP=triton.next_power_of_2(H), G=G,
-        GP=triton.next_power_of_2((4 if cache else 2) * G), D=D, HALF=max(16, padded(D) // 2), NSA=cache is not None,
+        L=cache.spec.l if cache else 1, C=C, H=H, HP=next_power_of_2(H), G=G,
+        GP=next_power_of_2((4 if cache else 2) * G), D=D, HALF=max(16, padded(D) // 2), NSA=cache is not None,
         num_warps=WARPS,
     )  # fmt: skip

@@ -24,7 +24,9 @@ from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.kernels.banded.queries import described_keys, keys_ended
 from tamis.attention.kernels.launch import (
     LOG2E,
+    cdiv,
     copies_tiles,
+    next_power_of_2,
     padded,
     precision,
     read_start,
@@ -307,30 +309,30 @@ def select_from_lse(
     N, G = k_cmp.shape[1], k_cmp.shape[2]
     tile = tile_for("score", q)
     parts, run = runs_of(tile.keys, spec)
-    run_p2 = max(16, triton.next_power_of_2(run))
+    run_p2 = max(16, next_power_of_2(run))
     copied = copies_tiles(H // G, k_cmp)
     keys = described_keys(k_cmp, tile.keys, copied)
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
-    slots = triton.next_power_of_2(spec.n_sel)
+    slots = next_power_of_2(spec.n_sel)
     ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
     table = packed.token if packed else None
     for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
         blocks = spec.selection_blocks(packed.longest if packed else latest + t_end)
-        runs = triton.cdiv(blocks, run)
+        runs = cdiv(blocks, run)
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
         if blocks > spec.n_sel > FORCED_BLOCKS:
             # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
-            _score_kernel[(triton.cdiv(t_end - t_begin, tokens) * B * G, 1)](
+            _score_kernel[(cdiv(t_end - t_begin, tokens) * B * G, 1)](
                 q, keys, lse, scores, best_of_run, table, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, start_argument(start), runs, t_begin, t_end, softmax_scale(q, scale) * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
-        runs_p2 = max(triton.next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
+        runs_p2 = max(next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
         rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
-        _top_kernel[(triton.cdiv(t_end - t_begin, rows) * B * G,)](
+        _top_kernel[(cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, table, B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
             num_warps=1,
@@ -352,7 +354,7 @@ def runs_of(keys: int, spec: NSASpec) -> tuple[int, int]:
     A wide selection block takes several tiles, never a wider one: with 128 keys at head dim 128 a GPU faulted.
     """
     touching = spec.pieces_per_selected + spec.pieces_per_compressed - 1  # compressed blocks per selection block
-    parts = triton.cdiv(touching, keys)
+    parts = cdiv(touching, keys)
     return parts, (parts * keys - spec.pieces_per_compressed + 1) // spec.pieces_per_selected
 
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.kernels.launch import cdiv, next_power_of_2
+
 WARPS = 4
 ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # per program; with 64, float16 spills registers
 
@@ -39,7 +41,7 @@ def _launch(
 ) -> None:
     B, S, C, D = merged_BSCD.shape
     rows, tile = B * S * C, ROWS[merged_BSCD.dtype]
-    kernel[(triton.cdiv(rows, tile),)](
+    kernel[(cdiv(rows, tile),)](
         merged_BSCD,
         tuple(parts),
         cos,
@@ -50,7 +52,7 @@ def _launch(
         ROTATED=tuple(rotated),
         HEADS=C,
         HALF=D // 2,
-        WIDTH=triton.next_power_of_2(D // 2),
+        WIDTH=next_power_of_2(D // 2),
         ROWS=tile,
         num_warps=WARPS,
     )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.kernels.launch import cdiv
 from tamis.attention.spec import NSASpec
 
 BLOCK = 1024  # entries per program, and documents counted at once
@@ -26,7 +27,7 @@ def write_tables(
     cu_seqlens = cu_seqlens.contiguous()
     _count_blocks[(1,)](cu_seqlens, firsts, documents, L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, BLOCK=BLOCK)
     sizes = (tokens, compressed.numel() // 2, block.numel() // 2)
-    _write_tables[(sum(triton.cdiv(n, BLOCK) for n in sizes),)](
+    _write_tables[(sum(cdiv(n, BLOCK) for n in sizes),)](
         cu_seqlens, firsts, token, compressed, block, documents, *sizes, documents.bit_length(),
         L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, BLOCK=BLOCK,
     )  # fmt: skip

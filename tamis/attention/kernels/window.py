@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
-from tamis.attention.kernels.launch import padded, softmax_scale, unit_last_stride
+from tamis.attention.kernels.launch import cdiv, padded, softmax_scale, unit_last_stride
 from tamis.attention.packing import PackedRow
 
 ROWS = 64  # per program
@@ -72,7 +72,7 @@ def _row_products(a_BSHD: Tensor, b_BSHD: Tensor) -> Tensor:
     """The product of every row with its counterpart, summed, `[B,H,S]` float32; both contiguous."""
     B, S, H, D = a_BSHD.shape
     products = torch.empty(B, H, S, dtype=torch.float32, device=a_BSHD.device)
-    grid = (triton.cdiv(B * S * H, ROWS),)
+    grid = (cdiv(B * S * H, ROWS),)
     _row_products_kernel[grid](a_BSHD, b_BSHD, products, B * S * H, S, H, D=D, DP=padded(D), ROWS=ROWS)
     return products
 

@@ -18,7 +18,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_rows, rows_from, visible
-from tamis.attention.kernels.launch import LOG2E, copies_tiles, padded, precision, tile_for, unit_last_stride
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    cdiv,
+    copies_tiles,
+    next_power_of_2,
+    padded,
+    precision,
+    tile_for,
+    unit_last_stride,
+)
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
@@ -278,7 +287,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
     tile = tile_for("dkv", q, copied)
-    key_tiles = triton.cdiv(N, tile.keys) * B * G
+    key_tiles = cdiv(N, tile.keys) * B * G
     programs = PROGRAMS_WANTED * (2 if many else 1)
     splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // key_tiles))
     parts = [dk, dv]
@@ -302,7 +311,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
             *q.stride()[:3], *band.strides, *dout.stride()[:3], *numbers, **constants,
         )  # fmt: skip
     if splits > 1:
-        _sum_splits_kernel[(triton.cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
+        _sum_splits_kernel[(cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
     return dk, dv
 
 
@@ -327,9 +336,9 @@ def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gat
     batch, heads, tokens = lse_BHS.shape
     statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
     # A grid of one dimension: the second takes no more than 65,535 programs, and a batch may be larger.
-    _transpose_statistics[(triton.cdiv(tokens, 64) * batch,)](
+    _transpose_statistics[(cdiv(tokens, 64) * batch,)](
         lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
-        GATED=gated, H=heads, BH=triton.next_power_of_2(heads), BLOCK=64,
+        GATED=gated, H=heads, BH=next_power_of_2(heads), BLOCK=64,
     )  # fmt: skip
     return statistics
 

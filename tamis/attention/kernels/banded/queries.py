@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.kernels.launch import (
     LOG2E,
+    cdiv,
     copies_tiles,
     padded,
     precision,
@@ -338,7 +339,7 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     tile = tile_for("forward", q, copied)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    _forward_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
+    _forward_kernel[(cdiv(S * R, tile.rows) * B * G,)](
         q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.documents,
         *q.stride()[:3], *band.strides, S, N, G, start_argument(start), band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
@@ -367,7 +368,7 @@ def add_query_gradient(
     if second is None:
         tensors, numbers = tensors + [None] * 6, numbers * 2
     one, two = first[0], branches[-1][0]
-    _dq_kernel[(triton.cdiv(S * R, tile.rows) * B * G,)](
+    _dq_kernel[(cdiv(S * R, tile.rows) * B * G,)](
         q, dout, dq, *tensors, *q.stride()[:3], *dout.stride()[:3], *numbers, S, G, scale, scale * LOG2E,
         L=one.length, STRIDE=one.stride, W=one.window,
         L2=two.length, STRIDE2=two.stride, W2=two.window, R=R, D=D, DP=padded(D),

@@ -23,7 +23,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tamis.attention.kernels.decode.choice import UNUSED, chosen_blocks
-from tamis.attention.kernels.launch import LOG2E, Tile, is_ampere, padded, precision, unit_last_stride
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    Tile,
+    cdiv,
+    is_ampere,
+    next_power_of_2,
+    padded,
+    precision,
+    unit_last_stride,
+)
 from tamis.attention.spec import NSASpec
 
 FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
@@ -286,12 +295,12 @@ def decode(
     scan, finish = _tiles(DP, q_BHD, B * G, pack)
     splits = splits or splits_for(B * G, N, spec, scan, finish)
     X, early = splits.total, launches_early(q_BHD)
-    NP = triton.next_power_of_2(spec.n_sel)
+    NP = next_power_of_2(spec.n_sel)
     blocks = spec.selection_blocks(selected_BT2GD.shape[1])
-    BJ = max(4 * NP, min(SCORE_BLOCKS, triton.next_power_of_2(blocks)))
+    BJ = max(4 * NP, min(SCORE_BLOCKS, next_power_of_2(blocks)))
     # A head's logits: of whole runs of BJ blocks, for scores are read without masks; and so before block 0 and beyond.
-    row_length = BJ * triton.cdiv(blocks, BJ) * spec.pieces_per_selected
-    lead, beyond = (16 * triton.cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
+    row_length = BJ * cdiv(blocks, BJ) * spec.pieces_per_selected
+    lead, beyond = (16 * cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
     part, part_lse, logits = (
         torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
         for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * row_length + beyond,))
@@ -313,7 +322,7 @@ def decode(
         q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
         ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], row_length,
         window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale, RP=_rows(R),
-        L_SEL=spec.l_sel, N_SEL=spec.n_sel, W=spec.w, RH=triton.next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ,
+        L_SEL=spec.l_sel, N_SEL=spec.n_sel, W=spec.w, RH=next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ,
         XP=MOST_SPLITS, **shape, **finish.options, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, ids, reads
@@ -331,7 +340,7 @@ def packed_groups(sequences: int, groups: int, heads: int, dim: int) -> int:
 
 
 def _rows(heads: int) -> int:
-    return max(LEAST_ROWS, triton.next_power_of_2(heads))
+    return max(LEAST_ROWS, next_power_of_2(heads))
 
 
 def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Tile) -> Splits:
@@ -339,9 +348,9 @@ def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Ti
     scans = max(1, min(MOST_SPLITS, (SCANS_OF_FEW if programs <= FEW else SCANS_OF_MANY) // programs))
     walkers = max(1, min(MOST_WALKERS, WALKERS // programs))
     return Splits(
-        compressed=max(1, min(scans, triton.cdiv(blocks, scan.keys))),
-        window=min((walkers + 1) // 2, triton.cdiv(spec.w, finish.keys)),
-        selected=min(walkers, triton.cdiv(spec.n_sel * spec.l_sel, finish.keys)),
+        compressed=max(1, min(scans, cdiv(blocks, scan.keys))),
+        window=min((walkers + 1) // 2, cdiv(spec.w, finish.keys)),
+        selected=min(walkers, cdiv(spec.n_sel * spec.l_sel, finish.keys)),
     )
 
 

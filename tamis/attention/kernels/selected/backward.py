@@ -19,7 +19,14 @@ from torch import Tensor
 
 from tamis.attention.checks import check_gradients, check_like
 from tamis.attention.kernels.banded.keys import gather_statistics
-from tamis.attention.kernels.launch import LOG2E, launch_settings, softmax_scale, takes_halves, unit_last_stride
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    launch_settings,
+    next_power_of_2,
+    softmax_scale,
+    takes_halves,
+    unit_last_stride,
+)
 from tamis.attention.kernels.selected.items import (
     add_key_gradients,
     block_tokens,
@@ -113,7 +120,7 @@ def selected_backward(
         _merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
-            BS=triton.next_power_of_2(sizes["N"]), **merge_sizes,
+            BS=next_power_of_2(sizes["N"]), **merge_sizes,
         )  # fmt: skip
         _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,

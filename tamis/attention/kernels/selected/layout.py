@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.launch import block_tiles, padded, precision
+from tamis.attention.kernels.launch import block_tiles, cdiv, next_power_of_2, padded, precision
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
@@ -144,6 +143,6 @@ def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
 
 def merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int]]:
     """Grid and sizes for the kernels that join a token's partial results, in tiles of tokens × heads."""
-    rows = max(2048 // sizes["BD"], triton.next_power_of_2(sizes["R"]))
-    grid = (triton.cdiv(layout.segment, rows // sizes["R"]) * layout.segments_per_chunk * layout.groups,)
+    rows = max(2048 // sizes["BD"], next_power_of_2(sizes["R"]))
+    grid = (cdiv(layout.segment, rows // sizes["R"]) * layout.segments_per_chunk * layout.groups,)
     return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | {"ROWS": rows}

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.kernels.launch import cdiv
 from tamis.attention.kernels.selected.layout import ITEM, Layout
 from tamis.attention.kernels.selected.union import Unions
 from tamis.attention.packing import PackedTables
@@ -82,11 +83,11 @@ def _build_span(
     pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
     tables = (unions.counts if unions else counts, packed.token if packed else None)
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
-    grid = (triton.cdiv(pairs.numel(), 1024),)
+    grid = (cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
     constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel, "TILE": unions.tile if unions else None}
     _mark_pairs[grid](ids_BSGn, *tables, marks, *bounds, *geometry, **constants, BLOCK=1024)
-    _count_marks[(triton.cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
+    _count_marks[(cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     _place_pairs[grid](ids_BSGn, *tables, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
 

@@ -24,8 +24,10 @@ from tamis.attention.kernels.banded.queries import described_keys, program_tile
 from tamis.attention.kernels.launch import (
     LOG2E,
     block_tiles,
+    cdiv,
     copies_tiles,
     launch_settings,
+    next_power_of_2,
     padded,
     precision,
     read_start,
@@ -95,7 +97,7 @@ def unite_choices(
 ) -> Unions:
     """Collect the blocks of every tile."""
     batch, tokens, groups, slots = ids_BSGn.shape
-    blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), triton.cdiv(tokens, tile)
+    blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), cdiv(tokens, tile)
     if packed:  # of the document in which a tile begins, and no more than one for each token that follows
         blocks = min(packed.blocks, tile + spec.selection_blocks(packed.longest))
     most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
@@ -106,7 +108,7 @@ def unite_choices(
         torch.empty(shape, dtype=torch.int64, device=ids_BSGn.device),
         torch.empty((*shape[:3], 2), dtype=torch.int32, device=ids_BSGn.device),
     )
-    padded_tile, padded_slots = triton.next_power_of_2(tile), triton.next_power_of_2(slots)
+    padded_tile, padded_slots = next_power_of_2(tile), next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
         ids_BSGn, unions.blocks, unions.tokens, unions.counts, packed.token if packed else None, tokens,
         start_argument(start), tiles, most,
