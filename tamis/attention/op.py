@@ -261,7 +261,7 @@ def _range(name: str) -> AbstractContextManager[Any]:
 def compressed_band(
     k: Tensor, v: Tensor, spec: NSASpec, packed: PackedTables | None = None, scale: float | None = None
 ) -> Band:
-    tables = (packed.token, packed.compressed) if packed else (None, None)
+    tables = (packed.token, packed.compressed, packed.tile) if packed else ()
     return Band(unit_last_stride(k), unit_last_stride(v), spec.l, spec.d, 0, softmax_scale(k, scale), *tables)
 
 

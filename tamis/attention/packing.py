@@ -20,6 +20,7 @@ from torch import Tensor
 from tamis.attention.spec import NSASpec, as_numbers
 
 ALIGNED = 32  # numbers: every table begins where a kernel may read 16 bytes at once
+KEYS_OF_TILE = 64  # compressed blocks whose gradients are made together
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class PackedTables:
 
     token: Tensor  # [S,4]: of a token's document the first token, the end, the first selection and compressed block
     compressed: Tensor  # [Nc,2]: last token of each compressed block, and the end of its document; S, S where unused
+    tile: Tensor  # [K,2]: first compressed block of a tile, of one document, and the end of that document's
     block: Tensor  # [J,2]: first token of each selection block, and the end of its document; S, S where unused
     blocks: int  # J, room for the selection blocks of all documents
     documents: int
@@ -154,8 +156,8 @@ class PackedTables:
 
     @classmethod
     def of(cls, flat: Tensor, documents: int, tokens: int, longest: int, spec: NSASpec) -> PackedTables:
-        token, compressed, block = flat.split(_table_sizes(documents, tokens, spec))
-        return cls(token, compressed, block, block_slots(documents, tokens, spec), documents, longest)
+        token, compressed, tile, block = flat.split(_table_sizes(documents, tokens, spec))
+        return cls(token, compressed, tile, block, block_slots(documents, tokens, spec), documents, longest)
 
 
 def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
@@ -165,7 +167,11 @@ def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
 
 def _table_sizes(documents: int, tokens: int, spec: NSASpec) -> list[int]:
     """Numbers in each table of `PackedTables`, with the padding that follows it."""
-    rows = (4 * tokens, 2 * spec.compressed_blocks(tokens), 2 * block_slots(documents, tokens, spec))
+    compressed = spec.compressed_blocks(tokens)
+    tiles = (
+        compressed // KEYS_OF_TILE + min(documents, tokens // spec.l) + 1
+    )  # each document may end with a partial one
+    rows = (4 * tokens, 2 * compressed, 2 * tiles, 2 * block_slots(documents, tokens, spec))
     return [_aligned(n) for n in rows]
 
 
@@ -194,8 +200,8 @@ def _(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
     return cu_seqlens.new_empty(sum(sizes), dtype=torch.int32)
 
 
-def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Tensor, Tensor, Tensor]:
-    """The tables `token`, `compressed` and `block` of `PackedTables`, as int64."""
+def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Tensor, ...]:
+    """The tables `token`, `compressed`, `tile` and `block` of `PackedTables`, as int64."""
     offsets, device, last = cu_seqlens.long(), cu_seqlens.device, len(cu_seqlens) - 2
     document = document_of_tokens(cu_seqlens, tokens)
     first_selected = torch.nn.functional.pad((-(-offsets.diff() // spec.l_sel)).cumsum(0), (1, 0))
@@ -206,6 +212,17 @@ def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Te
     last_token = (layout.first_token + spec.l - 1).where(layout.exists, tokens)
     compressed_end = end[layout.first_token].where(layout.exists, tokens)
 
+    keys, used = spec.compressed_blocks(tokens), first_compressed[-1]
+    first_tile = torch.nn.functional.pad((-(-first_compressed.diff() // KEYS_OF_TILE)).cumsum(0), (1, 0))
+    slot = torch.arange(_table_sizes(last + 1, tokens, spec)[2] // 2, device=device)
+    owner = torch.searchsorted(first_tile[1:], slot, right=True)
+    exists, owner = owner <= last, owner.clamp_max(last)
+    # The tiles after those of all documents hold the unused blocks, whose gradients are 0.
+    first_key = torch.where(exists, first_compressed[owner], used) + KEYS_OF_TILE * (
+        slot - torch.where(exists, first_tile[owner], first_tile[-1])
+    )
+    key_end = first_compressed[owner + 1].where(exists, keys)
+
     slot = torch.arange(block_slots(last + 1, tokens, spec), device=device)
     owner = torch.searchsorted(first_selected[1:], slot, right=True)
     exists, owner = owner <= last, owner.clamp_max(last)
@@ -213,5 +230,6 @@ def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Te
     return (
         torch.stack((begin, end, first_selected[document], first_compressed[document]), 1),
         torch.stack((last_token, compressed_end), 1),
+        torch.stack((first_key, key_end), 1),
         torch.stack((block_begin, offsets[owner + 1].where(exists, tokens)), 1),
     )

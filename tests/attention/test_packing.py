@@ -90,6 +90,7 @@ def test_the_kernels_of_a_packed_row_equal_its_documents_alone(lengths: list[int
 
 # With blocks of 4 tokens, 150 tokens are more than four times as many blocks as a query chooses: both forms take part.
 FINE = NSASpec(l=4, d=2, l_sel=4, n_sel=3, w=7)
+DENSE = NSASpec(l=2, d=1, l_sel=4, n_sel=3, w=7)  # 80 tokens have more compressed blocks than a tile holds
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,16 @@ FINE = NSASpec(l=4, d=2, l_sel=4, n_sel=3, w=7)
         ([7, 100, 43], FINE, {"heads_per_group": 1, "dim": 32}),
         ([40, 3, 50], NSASpec(l=8, d=4, l_sel=24, n_sel=3, w=50), {"heads_per_group": 3, "groups": 2}),
         ([30, 70], NSASpec(l=12, d=4, l_sel=4, n_sel=4, w=5), {}),
+        ([3, 80, 1, 20], DENSE, {"heads_per_group": 1}),
     ],
-    ids=["one token each", "one document", "both forms", "blocks of no power of two", "wide compressed blocks"],
+    ids=[
+        "one token each",
+        "one document",
+        "both forms",
+        "blocks of no power of two",
+        "wide compressed blocks",
+        "tiles",
+    ],
 )
 def test_documents_of_every_kind_give_what_they_give_alone(poisoned_memory, lengths, spec, shape) -> None:  # type: ignore[no-untyped-def]
     assert_equals_its_documents(lengths, spec, "triton", **({"groups": 1, "heads_per_group": 2} | shape))
@@ -258,16 +267,20 @@ def test_tables_of_another_row_are_refused() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 3), st.sampled_from([1, 100]))
-def test_the_kernels_write_the_tables_of_the_reference(lengths: list[int], padding: int, longest: int) -> None:
-    lengths = [*lengths, longest]
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 3), st.sampled_from([1, 100]), st.booleans()
+)
+def test_the_kernels_write_the_tables_of_the_reference(
+    lengths: list[int], padding: int, longest: int, dense: bool
+) -> None:
+    lengths, spec = [*lengths, longest], DENSE if dense else SPEC
     cu_seqlens, tokens = offsets(lengths, padding), sum(lengths)
-    expected = [x.to(torch.int32).flatten() for x in reference_tables(cu_seqlens, tokens, SPEC)]
+    expected = [x.to(torch.int32).flatten() for x in reference_tables(cu_seqlens, tokens, spec)]
     written = [torch.full_like(x, -7) for x in expected]
-    write_tables(cu_seqlens, tokens, SPEC, *written)
+    write_tables(cu_seqlens, tokens, spec, *written)
     for measured, wanted in zip(written, expected, strict=True):
         torch.testing.assert_close(measured, wanted)
-    row, layout = PackedRow.of(cu_seqlens, tokens, SPEC), compressed_layout(cu_seqlens, tokens, SPEC)
+    row, layout = PackedRow.of(cu_seqlens, tokens, spec), compressed_layout(cu_seqlens, tokens, spec)
     torch.testing.assert_close(row.positions(), positions_in_documents(cu_seqlens, tokens))
     for name in ("exists", "first_token", "last_position"):
-        assert torch.equal(getattr(row.layout(SPEC), name), getattr(layout, name))
+        assert torch.equal(getattr(row.layout(spec), name), getattr(layout, name))

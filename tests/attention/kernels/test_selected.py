@@ -13,7 +13,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
 from tamis.attention import reference  # isort: skip
-from tamis.attention.kernels.banded import keys as banded_keys  # isort: skip
+from tamis.attention.kernels.banded import statistics as banded_statistics  # isort: skip
 from tamis.attention.kernels.selected import layout as selected_layout  # isort: skip
 from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: skip
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
@@ -322,12 +322,12 @@ def test_same_inputs_give_the_same_bits() -> None:
 def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid's other dimensions take no more than 65,535 programs; a batch of short sequences may be larger."""
     grids = []
-    kernel = banded_keys._transpose_statistics
+    kernel = banded_statistics._transpose_statistics
     recorder = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})
-    monkeypatch.setattr(banded_keys, "_transpose_statistics", recorder())
+    monkeypatch.setattr(banded_statistics, "_transpose_statistics", recorder())
     lse, delta = torch.randn(2, 3, 5, 70, device=DEVICE)  # batch 3, 5 heads; 70 tokens are two tiles
     gates = torch.randn(3, 70, 5, 3, device=DEVICE)[..., 1]
-    statistics = banded_keys.gather_statistics(lse, delta, gates)
+    statistics = banded_statistics.gather_statistics(lse, delta, gates)
     expected = torch.stack((lse.transpose(1, 2) * 1.4426950408889634, delta.transpose(1, 2), gates))
     torch.testing.assert_close(statistics, expected)
     assert grids == [(6,)]

@@ -18,39 +18,79 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_rows, rows_from, visible
+from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
     cdiv,
     copies_tiles,
-    next_power_of_2,
     padded,
     precision,
     tile_for,
     unit_last_stride,
 )
+from tamis.attention.packing import KEYS_OF_TILE
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
 MOST_SPLITS = 16  # each split holds float32 copies of dk and dv until they are summed
 LEAST_COPY = 16  # bytes of a row that the accelerator copies
 # From so many keys on, copied: twice the programs, which walk the same rows together.
 MANY_KEYS = 1024
+TILE_OF_KEYS = tl.constexpr(KEYS_OF_TILE)  # as tables list them; a kernel's tile is a part of one
 
 
 @triton.jit
-def _rows_in_document(table, key, W: tl.constexpr):
-    """First token of a packed row that sees the key, and the one after the last; meaningless without a table."""
-    begin, end = key, key
+def _key_tile(tiles_of_keys, tile, N, BN: tl.constexpr):
+    """First key of a tile, and the one after the last that it may hold: those of one document, if tiles are listed."""
+    first, end = tile * BN, N
+    if tiles_of_keys is not None:
+        at = tiles_of_keys + tile // (TILE_OF_KEYS // BN) * 2
+        first = tl.minimum(tl.load(at) + tile % (TILE_OF_KEYS // BN) * BN, N)
+        end = tl.load(at + 1)
+    return first, end
+
+
+@triton.jit
+def _document_ends(table, first, last, W: tl.constexpr):
+    """Where the documents of two keys of a packed row end; meaningless without a table."""
+    first_end, last_end = first, last
     if table is not None:
         if W > 0:
-            end = tl.minimum(key + W, tl.load(table + 4 * key + 1))
+            first_end, last_end = tl.load(table + 4 * first + 1), tl.load(table + 4 * last + 1)
         else:
-            begin, end = tl.load(table + 2 * key), tl.load(table + 2 * key + 1)
-    return begin, end
+            first_end = tl.load(table + 2 * first + 1)
+            last_end = first_end
+    return first_end, last_end
+
+
+@triton.jit
+def _mask_rows(
+    p, table, token, key, first, N, t_begin, first_end, last_end, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr
+):
+    """0 in place of the tokens of a packed row that do not see a key; both are laid out as in p."""
+    if W == 0:
+        shift = t_begin - (first * STRIDE + L - 1)  # of positions in the row against those in the document
+        p = tl.where(visible(token - shift, key, L, STRIDE, W) & (token < first_end), p, 0.0)
+    elif first_end == last_end:
+        p = tl.where(visible(token, key, L, STRIDE, W) & (token < first_end), p, 0.0)
+    else:  # keys look up their documents only where a tile has several: it costs registers and time
+        end = tl.load(table + 4 * tl.minimum(key, N - 1) + 1)
+        p = tl.where(visible(token, key, L, STRIDE, W) & (token < end), p, 0.0)
+    return p
 
 
 @triton.jit
 def _row_tiles(
-    table, first, last, S, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BM: tl.constexpr
+    table,
+    first,
+    last,
+    first_end,
+    last_end,
+    S,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
 ):
     """First token that sees keys first…last; tiles of rows from there, and which of them see all keys."""
     t_begin, t_end = first * STRIDE + L - 1, S
@@ -59,8 +99,9 @@ def _row_tiles(
         t_end = tl.minimum(last + W, S)
         t_whole_end = tl.minimum(first + W, S)
     if table is not None:
-        t_begin, t_whole_end = _rows_in_document(table, first, W)
-        t_whole, t_end = _rows_in_document(table, last, W)
+        t_end, t_whole_end = tl.minimum(t_end, last_end), tl.minimum(t_whole_end, first_end)
+        if W == 0:
+            t_begin, t_whole = tl.load(table + 2 * first), tl.load(table + 2 * last)
     tiles = tl.cdiv((t_end - t_begin) * R, BM)
     whole_first = tl.minimum(tl.cdiv((t_whole - t_begin) * R, BM), tiles)
     whole_end = tl.maximum((t_whole_end - t_begin) * R // BM, whole_first)
@@ -87,7 +128,8 @@ def _shared_split(
 
 @triton.jit
 def _step(
-    k, v, q, dout, lse, gate, delta, table, first, S, key, row_begin, row_end, dk, dv, scale,
+    k, v, q, dout, lse, gate, delta, table, first, S, key, first_key, N, t_begin, first_end,
+    last_end, dk, dv, scale,
     stride_qs, stride_qh, stride_os, stride_oh,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -108,10 +150,12 @@ def _step(
     s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
     p = tl.exp2(s * scale - lse2[:, None])
     if MASKED:
-        seen = visible(t0 + away[:, None], key[None, :], L, STRIDE, W)
-        if table is not None:
-            seen = (t0 + away[:, None] >= row_begin[None, :]) & (t0 + away[:, None] < row_end[None, :])
-        p = tl.where(seen, p, 0.0)
+        if table is None:
+            p = tl.where(visible(t0 + away[:, None], key[None, :], L, STRIDE, W), p, 0.0)
+        else:
+            p = _mask_rows(
+                p, table, t0 + away[:, None], key[None, :], first_key, N, t_begin, first_end, last_end, L, STRIDE, W
+            )  # fmt: skip
     dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
     # Gradients are summed transposed, so that p and ds are right-hand sides and reach shared memory as they are.
     dv = tl.dot(tl.trans(dout_tile), (p * gate_row[:, None]).to(dout_tile.dtype), dv, input_precision=PRECISION)
@@ -122,7 +166,7 @@ def _step(
 
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_kernel(
-    q, k, v, lse, dout, gate, delta, table, dk_out, dv_out,
+    q, k, v, lse, dout, gate, delta, table, tiles_of_keys, dk_out, dv_out,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_ob, stride_os, stride_oh, B, S, N, G, SPLITS, softmax_scale, scale,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -133,28 +177,32 @@ def _dkv_kernel(
     split = tl.program_id(0) // (B * G) % SPLITS
     tile = tl.program_id(0) // (B * G) // SPLITS  # the first keys are seen by most rows: longest first
     b, g = (bg // G).to(tl.int64), bg % G
-    first = tile * BN
-    last = tl.minimum(first + BN, N) - 1
+    first, keys = _key_tile(tiles_of_keys, tile, N, BN)
+    if (tiles_of_keys is not None) and first >= keys:
+        return
+    last = tl.minimum(first + BN, keys) - 1
     k += b * stride_kb + g * stride_kg
     v += b * stride_vb + g * stride_vg
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
+    k_tile = load_keys(k, b, g, first, keys, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, keys, stride_vn, D, DP, BN, False)
     q += b * stride_qb + g * R * stride_qh
     dout += b * stride_ob + g * R * stride_oh
     lse += (b * G + g) * R * S
     delta += (b * G + g) * R * S
     gate += (b * G + g) * R * S
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(table, first, last, S, L, STRIDE, W, R, BM)
+    first_end, last_end = _document_ends(table, first, last, W)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(
+        table, first, last, first_end, last_end, S, L, STRIDE, W, R, BM
+    )  # fmt: skip
     mine, mine_end = _split(tiles, split, SPLITS)
     key = first + tl.arange(0, BN)
-    row_begin, row_end = _rows_in_document(table, tl.minimum(key, N - 1), W)
     dk = tl.zeros([DP, BN], tl.float32)
     dv = tl.zeros([DP, BN], tl.float32)
     for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, row_begin, row_end,
-            dk, dv, scale,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, first, N, t_begin,
+            first_end, last_end, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, False,
         )  # fmt: skip
@@ -163,15 +211,15 @@ def _dkv_kernel(
     for e in range(left + tl.maximum(mine_end - right_first, 0)):
         j = tl.where(e < left, mine + e, right_first + e - left)
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, row_begin, row_end,
-            dk, dv, scale,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, first, N, t_begin,
+            first_end, last_end, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, True,
         )  # fmt: skip
 
     column = tl.arange(0, DP)
     at = (((split * B + b) * N + key) * G + g)[:, None] * D + column[None, :]
-    mask = (key < N)[:, None] & (column < D)[None, :]
+    mask = (key < keys)[:, None] & (column < D)[None, :]
     dk *= softmax_scale
     tl.store(dk_out + at, tl.trans(dk).to(dk_out.dtype.element_ty), mask=mask)
     tl.store(dv_out + at, tl.trans(dv).to(dv_out.dtype.element_ty), mask=mask)
@@ -187,10 +235,11 @@ def _copied_statistics(statistics, at, head, BM: tl.constexpr):
     return lse2, delta, gate
 
 
-@triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
+@triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS", "key_tiles"])
 def _dkv_copied_kernel(
-    q, k, v, dout, statistics, table, dk_out, dv_out,
+    q, k, v, dout, statistics, table, tiles_of_keys, dk_out, dv_out,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, G, SPLITS, softmax_scale, scale,
+    key_tiles,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +251,6 @@ def _dkv_copied_kernel(
     them from the L2 cache.
     """
     TOKENS: tl.constexpr = BM // R
-    key_tiles = tl.cdiv(N, BN)
     if W > 0:
         bg, rest = tl.program_id(0) // (key_tiles * SPLITS), tl.program_id(0) % (key_tiles * SPLITS)
     else:
@@ -212,22 +260,26 @@ def _dkv_copied_kernel(
     else:
         split, tile = rest % SPLITS, rest // SPLITS  # the first keys are seen by most rows: longest first
     b, g = bg // G, bg % G
-    first = tile * BN
-    last = tl.minimum(first + BN, N) - 1
+    first, keys = _key_tile(tiles_of_keys, tile, N, BN)
+    last = tl.maximum(tl.minimum(first + BN, keys) - 1, 0)
     k += b.to(tl.int64) * stride_kb + g * stride_kg
     v += b.to(tl.int64) * stride_vb + g * stride_vg
-    k_tile = load_keys(k, b, g, first, N, stride_kn, D, DP, BN, False)
-    v_tile = load_keys(v, b, g, first, N, stride_vn, D, DP, BN, False)
+    k_tile = load_keys(k, b, g, first, keys, stride_kn, D, DP, BN, False)
+    v_tile = load_keys(v, b, g, first, keys, stride_vn, D, DP, BN, False)
 
-    t_begin, tiles, whole_first, whole_end = _row_tiles(table, first, last, S, L, STRIDE, W, R, BM)
+    first_end, last_end = _document_ends(table, first, last, W)
+    t_begin, tiles, whole_first, whole_end = _row_tiles(
+        table, first, last, first_end, last_end, S, L, STRIDE, W, R, BM
+    )  # fmt: skip
     mine, mine_end = _split(tiles, split, SPLITS)
     if TOGETHER:
         mine, mine_end = _shared_split(tiles, split, SPLITS, first, S, L, STRIDE, R, BM)
     count, rotation = mine_end - mine, 0
+    if tiles_of_keys is not None:  # no `return` for tiles without keys: with it, other numbers would spill
+        count = tl.where(first < keys, count, 0)
     if W > 0:  # start so that all programs that see a tile of rows take it in the same step
         rotation = count - (t_begin * R // BM + mine) % tl.maximum(count, 1)
     key = first + tl.arange(0, BN)
-    row_begin, row_end = _rows_in_document(table, tl.minimum(key, N - 1), W)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DP], tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -244,17 +296,19 @@ def _dkv_copied_kernel(
             p = tl.exp2(s * scale - lse2[None, :]) * gate_row[None, :]
             if (j < whole_first) | (j >= whole_end):
                 token = t0 + tl.arange(0, BM)[None, :] // R
-                seen = visible(token, key[:, None], L, STRIDE, W) & (token < S)
-                if table is not None:
-                    seen = (token >= row_begin[:, None]) & (token < row_end[:, None])
-                p = tl.where(seen, p, 0.0)
+                if table is None:
+                    p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
+                else:
+                    p = _mask_rows(
+                        p, table, token, key[:, None], first, N, t_begin, first_end, last_end, L, STRIDE, W
+                    )  # fmt: skip
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
             ds = p * (dp - delta_row[None, :])
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
 
     column = tl.arange(0, DP)
     at = (((split * B + b).to(tl.int64) * N + key) * G + g)[:, None] * D + column[None, :]
-    mask = (key < N)[:, None] & (column < D)[None, :]
+    mask = (key < keys)[:, None] & (column < D)[None, :]
     dk *= softmax_scale
     tl.store(dk_out + at, dk.to(dk_out.dtype.element_ty), mask=mask)
     tl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=mask)
@@ -287,13 +341,15 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
     tile = tile_for("dkv", q, copied)
-    key_tiles = cdiv(N, tile.keys) * B * G
+    key_tiles = cdiv(N, tile.keys)
     programs = PROGRAMS_WANTED * (2 if many else 1)
-    splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // key_tiles))
+    splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // (key_tiles * B * G)))
+    if band.tiles_of_keys is not None:  # more than there are keys for, and those without keys end at once
+        key_tiles = band.tiles_of_keys.numel() // 2 * (TILE_OF_KEYS.value // tile.keys)
     parts = [dk, dv]
     if splits > 1:
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
-    grid = (key_tiles * splits,)
+    grid = (key_tiles * B * G * splits,)
     numbers = (B, S, N, G, splits, scale, scale * LOG2E)
     constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}
     constants |= {"DP": padded(D), "BM": tile.rows, "BN": tile.keys, "PRECISION": precision(q.dtype), **tile.options}
@@ -302,12 +358,12 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
         described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [4, tile.rows // R, R])
         walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
         _dkv_copied_kernel[grid](
-            walked[0], k, v, walked[1], described, band.rows_of_key, *parts, *band.strides, *numbers,
-            TOGETHER=many, STAGES=tile.stages, **constants,
+            walked[0], k, v, walked[1], described, band.rows_of_key, band.tiles_of_keys, *parts, *band.strides,
+            *numbers, key_tiles, TOGETHER=many, STAGES=tile.stages, **constants,
         )  # fmt: skip
     else:
         _dkv_kernel[grid](
-            q, k, v, rows.lse, dout, rows.gate, rows.delta, band.rows_of_key, *parts,
+            q, k, v, rows.lse, dout, rows.gate, rows.delta, band.rows_of_key, band.tiles_of_keys, *parts,
             *q.stride()[:3], *band.strides, *dout.stride()[:3], *numbers, **constants,
         )  # fmt: skip
     if splits > 1:
@@ -326,39 +382,3 @@ def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
 def _described_rows(x: Tensor, tokens: int, heads: int) -> TensorDescriptor:
     B, S, H, D = x.shape
     return TensorDescriptor(x, [B * S, H, D], [*x.stride()[1:]], [tokens, heads, padded(D)])
-
-
-def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gated: bool = True) -> Tensor:
-    """Log-sum-exp (base 2), delta and gate, as float32 [3,B,S,H]: a token's heads are adjacent, as tiles read them.
-
-    If not `gated`, delta comes without its gate, <dout, out>, and is 0 where the gate is 0.
-    """
-    batch, heads, tokens = lse_BHS.shape
-    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
-    # A grid of one dimension: the second takes no more than 65,535 programs, and a batch may be larger.
-    _transpose_statistics[(cdiv(tokens, 64) * batch,)](
-        lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),
-        GATED=gated, H=heads, BH=next_power_of_2(heads), BLOCK=64,
-    )  # fmt: skip
-    return statistics
-
-
-@triton.jit
-def _transpose_statistics(
-    lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h,
-    GATED: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(tokens, BLOCK)
-    sequence = (tl.program_id(0) // tiles).to(tl.int64)
-    token = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    head = tl.arange(0, BH)[None, :]
-    live = (token < tokens) & (head < H)
-    source = (sequence * H + head) * tokens + token
-    target = statistics + (sequence * tokens + token) * H + head
-    tl.store(target, tl.load(lse + source, mask=live) * 1.4426950408889634, mask=live)
-    gate = tl.load(gates + sequence * g_b + token * g_s + head * g_h, mask=live).to(tl.float32)
-    row_delta = tl.load(delta + source, mask=live)
-    if not GATED:
-        row_delta /= tl.where(gate == 0.0, 1.0, gate)  # delta is 0 there
-    tl.store(target + rows, row_delta, mask=live)
-    tl.store(target + 2 * rows, gate, mask=live)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_gradients, check_like
-from tamis.attention.kernels.banded.keys import gather_statistics
+from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
     launch_settings,
