@@ -154,7 +154,7 @@ def key_tiles(table, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: 
 def mask_keys(
     x, other, table, token, key, first_token, first_key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr
 ):
-    """`other` in place of keys that a row does not see; rows of several documents (`first_token` is −1) look them up."""
+    """`other` for keys that a row does not see; rows of several documents (`first_token` is −1) look them up."""
     if first_token < 0:
         token_of_row, key_of_row = load_document(table, token)
         begin, end = keys_in_document(token, token_of_row, key_of_row, L, STRIDE, W)
