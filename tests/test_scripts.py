@@ -215,10 +215,10 @@ def test_tensorboard_may_be_started_before_the_run_begins_and_tells_only_then(tm
     board.unlink()
     write_script(board / "tensorboard", 'echo "started with $*"\n')
     write_script(board / "tamis", "")
-    told = checkout.run("bash scripts/run_tensorboard.sh")
-    assert told.code == 0
-    assert "no event files in artifacts/m7c_125m/tb yet" in told
-    assert "started with --logdir artifacts/m7c_125m/tb --host 127.0.0.1 --port 6006" in told
+    printed = checkout.run("bash scripts/run_tensorboard.sh")
+    assert printed.code == 0
+    assert "no event files in artifacts/m7c_125m/tb yet" in printed
+    assert "started with --logdir artifacts/m7c_125m/tb --host 127.0.0.1 --port 6006" in printed
     (checkout.path / "artifacts" / "mine" / "tb").mkdir(parents=True)
     (checkout.path / "artifacts" / "mine" / "tb" / "events.out.tfevents.1").touch()
     for name in ("artifacts/mine/tb", "artifacts/mine/tb/"):  # as a shell completes it
@@ -246,3 +246,11 @@ def test_a_python_script_finds_the_project_environment_by_itself(tmp_path: Path)
     refused = checkout.run(f"{bare} scripts/train_showcase.py --dataset synthetic", PATH=os.environ["PATH"])
     assert refused.code == 1
     assert re.fullmatch(r"error: \S+ lacks torch, .*: run bash scripts/prime_bootstrap.sh first\n", refused)
+
+
+def test_the_watchdog_refuses_an_interval_that_is_no_time(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    for flag in ("--interval -1", "--stall-floor nan"):
+        refused = checkout.run(f"python scripts/_watchdog.py --dir artifacts/m7c_125m {flag}")
+        assert refused.code == 2
+        assert f"argument {flag.split()[0]}: {flag.split()[1]} is not a number of seconds above 0" in refused

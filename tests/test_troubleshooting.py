@@ -44,10 +44,10 @@ def test_out_of_memory_names_the_keys_and_keeps_the_tokens_per_step(tmp_path, mo
 
     monkeypatch.setattr("tamis.train.optimizer.OptimizerStep.backward", runs_out)
     assert train_config(config_of(tmp_path, "train.batch_size=4", "train.accumulate_grad_batches=3")) == 1
-    told = capsys.readouterr().err
-    assert "out of GPU memory" in told
-    assert "train.batch_size=2 train.accumulate_grad_batches=6 (the same tokens per step)" in told
-    assert "runtime.gradient_checkpointing=true" in told
+    printed = capsys.readouterr().err
+    assert "out of GPU memory" in printed
+    assert "train.batch_size=2 train.accumulate_grad_batches=6 (the same tokens per step)" in printed
+    assert "runtime.gradient_checkpointing=true" in printed
     assert list(tmp_path.glob("mem_out_of_memory_step1.*"))
 
 
@@ -63,16 +63,16 @@ def test_the_advice_on_memory_is_a_configuration_with_the_same_tokens(tmp_path, 
 def test_data_that_does_not_come_is_reported_with_its_remedy(tmp_path, capsys) -> None:
     slow = ["data.dataset=fineweb_edu", f"data.hub_name={ROOT / 'tamis/data/assets/sample'}"]
     assert train_config(config_of(tmp_path, *slow, "data.loader_timeout_s=0.0001")) == 6
-    told = capsys.readouterr().err
-    assert "did not come within 0.0001 s" in told
-    assert "data.loader_timeout_s (--loader-timeout)" in told
+    printed = capsys.readouterr().err
+    assert "did not come within 0.0001 s" in printed
+    assert "data.loader_timeout_s (--loader-timeout)" in printed
 
 
 def test_a_low_learning_rate_at_the_start_is_explained_by_the_first_lines(tmp_path, capsys) -> None:
     train_config(config_of(tmp_path, "train.lr=2e-4", "train.warmup_steps=2000"))
-    told = capsys.readouterr().out
-    assert "lr 0.0002 after 2,000 warm-up steps" in told
-    assert "| lr 1.00e-07 |" in told
+    printed = capsys.readouterr().out
+    assert "lr 0.0002 after 2,000 warm-up steps" in printed
+    assert "| lr 1.00e-07 |" in printed
 
 
 def test_long_documents_give_no_warning(tmp_path, capfd) -> None:

@@ -22,6 +22,8 @@ bench_verb = partial(bench_app.command, cls=Verb)
 Tokens = Annotated[
     int | None, typer.Option(min=1, help="tokens per call or step, whatever the length; 65,536 on a GPU")
 ]
+Lengths = Annotated[list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="timings per row; 7 on a GPU")]
 Steps = Annotated[int | None, typer.Option(min=1, help="steps measured; 20 on a GPU")]
 Warmup = Annotated[int | None, typer.Option(min=0, help="steps before that; 5 on a GPU")]
@@ -52,12 +54,10 @@ def bench_attention(
         Literal["m7c", "paper", "both"] | None,
         typer.Option(help="heads, groups and sizes to measure; both on a GPU, m7c on a CPU"),
     ] = None,
-    lengths: Annotated[
-        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
-    ] = None,
+    lengths: Lengths = None,
     tokens: Tokens = None,
     repeats: Repeats = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+    device: Device = None,
 ) -> None:
     """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
 
@@ -79,12 +79,10 @@ def bench_attention(
 @bench_verb("peers")
 def bench_peers(
     shape: Annotated[Literal["m7c", "paper"], typer.Option(help="heads, groups and sizes to measure")] = "m7c",
-    lengths: Annotated[
-        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")
-    ] = None,
+    lengths: Lengths = None,
     tokens: Tokens = None,
     repeats: Repeats = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+    device: Device = None,
 ) -> None:
     """Time other NSA implementations that are installed, ours and dense attention, and compare their outputs.
 

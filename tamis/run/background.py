@@ -6,15 +6,26 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tamis.run.files.console import say
+
 
 @contextmanager
 def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """Call `work` every `every_s` seconds while the block runs, never after it."""
+    """Call `work` every `every_s` seconds while the block runs, never after it.
+
+    An error is printed, once while it stays the same, and the next call comes as if there had been none.
+    """
     done = threading.Event()
 
     def repeat() -> None:
+        printed = ""
         while not done.wait(every_s):
-            work()
+            try:
+                work()
+            except Exception as error:  # a full disk may have room at the next call
+                if printed != (problem := f"{work.__name__} failed and is tried again: {error!r}"):
+                    say(problem)
+                printed = problem
 
     thread = threading.Thread(target=repeat, daemon=True, name=work.__name__)
     thread.start()

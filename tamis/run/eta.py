@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tamis.run.files.heartbeat import Heartbeat
+from tamis.run.files.info import ETA_UNKNOWN
 
 LEAST_TIMED_STEPS = 3
 
@@ -45,7 +46,7 @@ def measured_tokens_per_s(step_ends: Sequence[Heartbeat], tokens_per_step: int) 
 def duration_text(seconds: float | None) -> str:
     """`2 d 03:10`, `3:05:12` or `0:42`; unknown before anything was measured."""
     if seconds is None:
-        return "unknown until measured"
+        return ETA_UNKNOWN
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -152,8 +152,8 @@ def test_the_choice_is_announced_with_its_reason(monkeypatch):
     interpreted = backend.describe("cpu", torch.bfloat16, 64)
     assert interpreted.startswith("attention: reference in plain PyTorch, because ")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    told = backend.describe("cpu", torch.float32, 64)
-    assert told == "attention: reference in plain PyTorch, because the tensors are on cpu, not on a CUDA GPU"
+    printed = backend.describe("cpu", torch.float32, 64)
+    assert printed == "attention: reference in plain PyTorch, because the tensors are on cpu, not on a CUDA GPU"
     if DEVICE == "cuda":
         assert backend.describe("cuda", torch.bfloat16, 64).startswith("attention: Triton kernels on NVIDIA")
 

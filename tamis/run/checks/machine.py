@@ -19,7 +19,7 @@ from tamis.config.size import CHECKPOINT_BYTES_PER_PARAMETER, flops_per_token, p
 from tamis.run.checks.findings import Criterion, Finding, failed, not_applicable, not_measured, pass_if, passed
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.environment import cuda_of_torch, package_versions
-from tamis.run.files.hardware import MIB, Gpu, free_disk_mib
+from tamis.run.files.hardware import MIB, Gpu, existing_parent, free_disk_mib
 from tamis.run.files.lock import RunLock
 from tamis.run.limits import CPU_FLOPS_PER_CORE, CPU_HOURS
 
@@ -109,7 +109,7 @@ def disk_for_checkpoints(subject: Subject) -> Finding:
 
 
 def out_dir_is_writable(subject: Subject) -> Finding:
-    existing = next(p for p in [subject.out_dir.absolute(), *subject.out_dir.absolute().parents] if p.exists())
+    existing = existing_parent(subject.out_dir)
     try:
         with tempfile.NamedTemporaryFile(dir=existing) as file:
             file.write(b"x")

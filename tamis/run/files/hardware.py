@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-MIB = 1024**2
+from tamis.run.files.reading import MIB
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,12 @@ def describe_cpu() -> dict[str, Any]:
 
 def free_disk_mib(path: Path) -> int:
     """Free space where `path` is or will be created."""
-    existing = next(p for p in [path.absolute(), *path.absolute().parents] if p.exists())
-    return shutil.disk_usage(existing).free // MIB
+    return shutil.disk_usage(existing_parent(path)).free // MIB
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(p for p in [path.absolute(), *path.absolute().parents] if p.exists())
 
 
 def gpu_records(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
 
 from tamis.config import Config
 from tamis.run.checks.criteria.training import completed
@@ -28,7 +27,7 @@ def no_alarms(evidence: Evidence) -> Finding:
     """Require that no alarm stopped the run."""
     if not evidence.events:
         return not_measured("no events.jsonl: this run had no supervisor and no watchdog")
-    alarms = [event for event in evidence.events if _details(event).get("severity") in ("halt", "stall")]
+    alarms = [event for event in evidence.events if event["evidence"].get("severity") in ("halt", "stall")]
     if alarms:
         return failed(f"{alarms[0]['event']} at {utc(alarms[0]['ts'])}: {alarms[0]['reason']}", at=alarms[0]["ts"])
     return passed(f"{len(evidence.events)} events, no alarm among them", evidence.events[-1]["ts"])
@@ -36,7 +35,7 @@ def no_alarms(evidence: Evidence) -> Finding:
 
 def watchdog_was_on(evidence: Evidence) -> Finding:
     """Accept a supervisor whose start event has `watch` set, or a separate watchdog's own events."""
-    watched = [event for event in evidence.events if event.get("by") == "watchdog" or _details(event).get("watch")]
+    watched = [event for event in evidence.events if event.get("by") == "watchdog" or event["evidence"].get("watch")]
     if not watched:
         return failed("no supervisor or watchdog that watches wrote to events.jsonl")
     return passed(f"{watched[0]['by']} since {utc(watched[0]['ts'])}", watched[0]["ts"])
@@ -107,8 +106,3 @@ def resume_succeeded(evidence: Evidence) -> Finding:
 
 def _first_steps_by_process(ends: list[Heartbeat]) -> list[Heartbeat]:
     return [beat for before, beat in pairwise([None, *ends]) if beat and (before is None or before.pid != beat.pid)]
-
-
-def _details(event: dict[str, Any]) -> dict[str, Any]:
-    details = event.get("evidence")
-    return details if isinstance(details, dict) else {}
