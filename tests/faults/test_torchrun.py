@@ -4,6 +4,8 @@ import base64
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +97,17 @@ def test_code_in_the_store_of_a_run_is_never_unpickled(asked_for_stacks, tmp_pat
     assert state is not None
     pickle.loads(state[0]).close()  # noqa: S301 (as torch's rendezvous does)
     assert (tmp_path / "code_ran").exists(), "the attack is a real one"
+
+
+def test_a_torchrun_typed_by_hand_is_bound_to_loopback_too(tmp_path) -> None:
+    (tmp_path / "worker.py").write_text(
+        "import os, psutil\n"
+        "sockets = psutil.Process(os.getppid()).net_connections()\n"
+        "print(sorted({s.laddr.ip for s in sockets if s.status == 'LISTEN'}))\n"
+    )
+    torchrun = [sys.executable, "scripts/_torchrun.py", "--standalone", "--rdzv-backend=c10d", "--nproc_per_node=1"]
+    ended = subprocess.run([*torchrun, str(tmp_path / "worker.py")], capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stdout) == (0, "['127.0.0.1']\n"), ended.stderr
 
 
 def test_usr1_gives_the_stacks_of_every_rank_and_training_continues(asked_for_stacks) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tamis.run.files.directory import RunDirectory
-from tests.run.odd_files import failures_of, prepared_run, reader_failures
+from tests.run.odd_files import failures_of, mutations, prepared_run, reader_failures
 
 CASES = int(os.environ.get("TAMIS_FUZZ_CASES", "36"))  # TAMIS_FUZZ_CASES=200 runs more
 PARTS = 4
@@ -23,6 +24,14 @@ def original(tmp_path_factory) -> Path:
 def test_every_reader_answers_and_names_an_odd_file(original, tmp_path, capsys, part):
     failures = [line for seed in range(part, CASES, PARTS) for line in failures_of(seed, original, tmp_path)]
     assert failures == [], "\n".join(failures)
+
+
+@pytest.mark.parametrize("odd", ["folder", "deeply nested"])
+def test_every_reader_answers_when_all_files_that_few_runs_have_are_odd(original, tmp_path, capsys, odd):
+    run = RunDirectory(shutil.copytree(original, tmp_path / "out"))
+    for path in (run.eval_json, run.samples, run.live_html, run.cost_json, run.copies, run.keep):
+        mutations(random.Random(1))[odd](path)
+    assert reader_failures(run, odd) == []
 
 
 def test_half_a_character_in_a_record_stops_no_reader(original, tmp_path, capsys):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from argparse import Namespace
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -28,8 +29,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import main as torchrun
-from torch.distributed.run import parse_args
+from torch.distributed.run import parse_args, run
 
 from tamis.config import ConfigError
 from tamis.run.files.console import say
@@ -53,9 +53,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return ONE_MACHINE
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            self._store = store = served_store(LOOPBACK, 0, TIMEOUT)
-            self.master_port = store.port
+        self._store = store = served_store(LOOPBACK, 0, TIMEOUT)  # a new one: restarted workers find no dead ones in it
+        self.master_port = store.port
         return super().next_rendezvous()
 
 
@@ -82,22 +81,25 @@ def _several_machines(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
 
-def _settings(arguments: list[str]) -> list[str]:
-    """torchrun's arguments for one machine or several, and the interface of the collectives."""
+def bound_options(arguments: list[str]) -> Namespace:
+    """torchrun's options with a rendezvous that listens on one address, whichever was asked for."""
     options = parse_args(arguments)
+    options.standalone = False  # torch's word for a rendezvous that listens on every interface
     if int(options.nnodes.rpartition(":")[2]) == 1:
         bind_collectives(LOOPBACK)
-        return ["--rdzv_backend", ONE_MACHINE, "--rdzv_endpoint", LOOPBACK, *arguments]
-    if not options.rdzv_endpoint or options.rdzv_backend == "c10d":
+        options.rdzv_backend, options.rdzv_endpoint = ONE_MACHINE, LOOPBACK
+        return options
+    if not options.rdzv_endpoint:
         raise ConfigError(
-            "several machines need --rdzv_endpoint=ADDRESS:PORT, the address of one of them in their private network, "
-            "and no --rdzv_backend (docs/multi-node.md)"
+            "several machines need --rdzv_endpoint=ADDRESS:PORT, the address of one of them in their private network "
+            "(docs/multi-node.md)"
         )
-    own = options.local_addr or own_address(meeting_address(parse_rendezvous_endpoint(options.rdzv_endpoint, PORT)[0]))
-    bind_collectives(own)
+    meeting = meeting_address(parse_rendezvous_endpoint(options.rdzv_endpoint, PORT)[0])
+    options.rdzv_backend, options.local_addr = SEVERAL_MACHINES, options.local_addr or own_address(meeting)
+    bind_collectives(options.local_addr)
     # A shared store would lead restarted workers to addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return ["--rdzv_backend", SEVERAL_MACHINES, "--local_addr", own, *arguments]
+    return options
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +107,7 @@ def main(arguments: list[str]) -> int:
     rendezvous_handler_registry.register(SEVERAL_MACHINES, _several_machines)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `main` reports failures itself
     try:
-        torchrun(_settings(arguments))
+        run(bound_options(arguments))
     except ConfigError as error:
         say(f"error: {error}", sys.stderr)
         return ExitCode.USAGE
