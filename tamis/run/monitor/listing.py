@@ -104,6 +104,14 @@ def _print_position(offset: int, wanted: bool) -> None:
         print(f"{POSITION}{offset}", flush=True)
 
 
+def last_log_lines(run_dir: str | Path, lines: int) -> list[str]:
+    """The end of a run's train.log, with escapes made harmless; empty if there is none."""
+    with suppress(OSError), open_to_read(_log_of(RunDirectory(run_dir))) as file:
+        found = sample_lines(file, 0, MOST_LOG_BYTES)[-lines:]
+        return [printable_line(line.decode(errors="replace")) for line in found]
+    return []
+
+
 def _print_lines(lines: list[bytes]) -> None:
     for line in lines:
         print(printable(line.decode(errors="replace")), flush=True)

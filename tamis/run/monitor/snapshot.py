@@ -32,7 +32,8 @@ from tamis.run.monitor.alerts import Alert, find_alerts
 from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.ranks import RankView, State, rank_view, state_of
 
-RECENT_EVENTS = 8
+RECENT_EVENTS, RECENT_SAVES = 8, 6
+WORDS_OF_PHASE = {"checkpoint": "save", "eval": "evaluation"}
 MOST_SAMPLES = 64
 
 
@@ -202,7 +203,7 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFi
         checkpoints=_checkpoint_views(directory),
         copies=_copies_view(directory, now),
         alerts=find_alerts(directory, config, beats, ranks, state),
-        events=read_events(directory, RECENT_EVENTS),
+        events=_recent_events(directory, beats.get(0, [])),
         samples=_last_samples(directory),
     )
 
@@ -210,6 +211,16 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFi
 def _last_samples(directory: RunDirectory) -> list[Sample]:
     newest = SampleLog(directory.samples).read(MOST_SAMPLES)
     return [sample for sample in newest if sample.step == newest[-1].step]
+
+
+def _recent_events(directory: RunDirectory, beats: list[Heartbeat]) -> list[dict[str, Any]]:
+    """The newest recorded events, with the newest saves and evaluations among them."""
+    done = [beat for beat in beats if beat.phase in WORDS_OF_PHASE and beat.save_error is None][-RECENT_SAVES:]
+    from_beats = [
+        {"ts": beat.ts, "by": "trainer", "event": WORDS_OF_PHASE[beat.phase], "reason": f"at step {beat.step}"}
+        for beat in done
+    ]
+    return sorted([*read_events(directory, RECENT_EVENTS), *from_beats], key=lambda event: event["ts"])
 
 
 def _progress(config: Config | None, processes: int | None, ends: list[Heartbeat], state: State) -> TokenProgress:
