@@ -31,6 +31,8 @@ LONGEST = (
     "tests.faults.test_torchrun",
     "tests.attention.kernels.test_selected",
     "tests.attention.test_decode",
+    "tests.attention.kernels.test_copied",
+    "tests.attention.test_packing",
     "tests.faults.test_supervised_faults",
     "tests.faults.test_real_trainer",
     "tests.model.test_cache",
