@@ -118,12 +118,16 @@ def test_the_file_is_renewed_at_the_end_of_a_run_and_of_a_phase_but_not_after_a_
     with pytest.raises(ValueError), renewed_page(run):
         raise ValueError("refused")
     assert not run.live_html.exists()
-    with renewed_page(fabricate(tmp_path / "out" / "phases" / "phase1_20260101", steps=5)):
+    with renewed_page(run):
         pass
+    assert not run.live_html.exists()  # nothing happened
+    phase = fabricate(tmp_path / "out" / "phases" / "phase1_20260101", steps=5)
+    with renewed_page(phase):
+        EventLog(phase, by="supervisor").record("end", "done")
     assert run.live_html.is_file()
-    (tmp_path / "odd").write_text("a file")
-    with renewed_page(run), pytest.MonkeyPatch.context() as patch:  # a page that fails is no error of the run
+    with pytest.MonkeyPatch.context() as patch, renewed_page(run):  # a page that fails is no error of the run
         patch.setattr("tamis.run.monitor.web.renewal.page_state", lambda *_: 1 / 0)
+        EventLog(run, by="supervisor").record("end", "done")
 
 
 def test_a_run_that_was_given_up_is_not_shown_as_restarting(tmp_path: Path) -> None:

@@ -28,9 +28,11 @@ def renewed_page(run: RunDirectory, every_s: float = RENEW_EVERY_S) -> Iterator[
         with suppress(Exception):  # whatever a file holds, the page must not end the run
             write_live_page(out, files)
 
+    before = _recorded_bytes(run)
     with repeated(every_s, renew):
         yield
-    renew()  # not after a refusal, which changes nothing in OUT
+    if _recorded_bytes(run) != before:  # a refusal, or a run that was done already, changes nothing in OUT
+        renew()
 
 
 def write_live_page(out: RunDirectory, files: GrowingFiles) -> Path:
@@ -40,6 +42,13 @@ def write_live_page(out: RunDirectory, files: GrowingFiles) -> Path:
     if out.path.is_dir():
         write_text_atomic(path, render_page(state, f"{state['name']}: live"))
     return path
+
+
+def _recorded_bytes(run: RunDirectory) -> int:
+    """Size of the run's events, to which every start and end adds one."""
+    with suppress(OSError):
+        return run.events.stat().st_size
+    return 0
 
 
 def _out(run: RunDirectory) -> RunDirectory:
