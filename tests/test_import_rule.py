@@ -24,9 +24,22 @@ MAY_IMPORT = {  # package: the packages it may import besides itself
     "train": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "generate": {"attention", "model", "config", "data", "checkpoint", *RUN_FOR_WORKERS},
     "evaluate": {"model", "config", "data", "generate", *RUN_FOR_WORKERS},
+    "serve": {"attention", "model", "data", "generate", *RUN_FOR_WORKERS},
     "bench": {"attention", "model", "config", "data", "generate", "train", *RUN_FOR_WORKERS},
     "cli": {
-        *("attention", "model", "config", "data", "checkpoint", "run", "remote", "train", "generate", "evaluate"),
+        *(
+            "attention",
+            "model",
+            "config",
+            "data",
+            "checkpoint",
+            "run",
+            "remote",
+            "train",
+            "generate",
+            "evaluate",
+            "serve",
+        ),
         "bench",
     },
 }

@@ -79,6 +79,36 @@ def generate(
     )
 
 
+@verb()
+def serve(
+    checkpoint: Checkpoint,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; beyond loopback TAMIS_API_KEY must be set")
+    ] = "127.0.0.1",
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="completions at a time; by default what the memory holds")
+    ] = None,
+    max_len: Annotated[int | None, typer.Option(min=1, help="longest sequence; by default the trained one")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="a Jinja file that turns messages into a prompt")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Serve a model over OpenAI's HTTP interface, with a page at / to try it.
+
+    Examples:
+
+      tamis serve artifacts/train_showcase
+
+      TAMIS_API_KEY=… tamis serve artifacts/m7c_125m --host 0.0.0.0 --port 8080
+    """
+    loading_torch(sys.stderr)
+    from tamis.serve.command import serve_model
+
+    serve_model(
+        checkpoint, host=host, port=port, rows=rows, max_len=max_len, device=device, chat_template=chat_template
+    )
+
+
 @verb("eval")
 def evaluate(
     checkpoint: Checkpoint,

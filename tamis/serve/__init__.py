@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server for a trained model: `tamis serve RUN`."""
