@@ -36,7 +36,7 @@ Pieces = asyncio.Queue[tuple[int, Piece]]
 
 
 class Refused(Exception):
-    """An error that the client is told of."""
+    """An error whose message goes to the client."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", parameter: str | None = None):
         super().__init__(message)

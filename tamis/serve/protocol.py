@@ -1,4 +1,4 @@
-"""The part of OpenAI's HTTP interface that this server speaks: requests as types, answers as JSON.
+"""The supported part of OpenAI's HTTP interface: requests as types, answers as JSON.
 
 Unknown and unsupported parameters are refused by name. Ours beyond OpenAI's: `top_k` and `blocks`.
 """
@@ -79,7 +79,7 @@ class CompletionRequest(Parameters):
         return [[int(i) for i in tokenizer.encode(one)] if isinstance(one, str) else list(one) for one in several]
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "user", "assistant"]
     content: str
@@ -87,7 +87,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Parameters):
-    messages: list[Message] = Field(min_length=1, max_length=1000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(None, ge=1, le=10**7)
     logprobs: Literal[False] | None = None
 
