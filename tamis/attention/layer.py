@@ -15,7 +15,7 @@ from tamis.attention.compress import LearnedCompression, MeanCompression
 from tamis.attention.decode import nsa_decode, tile_attention
 from tamis.attention.functional import Backend, nsa_attention, select_blocks
 from tamis.attention.packing import PackedRow, as_row
-from tamis.attention.rotary import Rotary, split_heads
+from tamis.attention.rotary import Rotary, normalise_heads, split_heads
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 ROTATED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
@@ -35,6 +35,7 @@ class NSAAttention(nn.Module):
         max_len: longest sequence; sizes the rotary tables.
         rope_base, rope_scale: rotary frequencies; positions are divided by `rope_scale`.
         rotary: tables shared with other layers; replaces the three arguments above.
+        qk_norm: divide queries, and keys of every branch, by their root mean square before they are rotated.
         backend: `"auto"`, `"reference"` or `"triton"`, as for `nsa_attention`.
     """
 
@@ -51,11 +52,12 @@ class NSAAttention(nn.Module):
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
         rotary: Rotary | None = None,
+        qk_norm: bool = False,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check_sizes(heads, kv_heads, head_dim, phi)
-        self.spec, self.phi, self.backend = spec, phi, backend
+        self.spec, self.phi, self.qk_norm, self.backend = spec, phi, qk_norm, backend
         self.heads, self.groups, self.dim = heads, kv_heads, head_dim
         self.rotary = rotary or Rotary(head_dim, rope_base, rope_scale, max_len)
         # Queries, then keys and values of the compressed, selected and window branches: one matrix, one product.
@@ -114,7 +116,9 @@ class NSAAttention(nn.Module):
         """
         gate_heads = -(-self.gate.out_features // self.dim)
         gate_weight = F.pad(self.gate.weight, (0, 0, 0, gate_heads * self.dim - self.gate.out_features))
-        heads = F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
+        heads = self._normed(
+            F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
+        )
         sizes = [self.heads, *[self.groups] * 6, gate_heads]
         return split_heads(heads, cos, sin, sizes, ROTATED)
 
@@ -214,7 +218,13 @@ class NSAAttention(nn.Module):
         return q, raw, selected, window
 
     def _heads(self, x_BSE: Tensor) -> Tensor:
-        return self.project(x_BSE).unflatten(-1, (-1, self.dim))
+        return self._normed(self.project(x_BSE).unflatten(-1, (-1, self.dim)))
+
+    def _normed(self, heads_BSCD: Tensor) -> Tensor:
+        """Return the heads with QK-norm applied, if this layer has it; keys and values alternate."""
+        groups = self.groups
+        counts = [self.heads + groups, *[groups] * 4]
+        return normalise_heads(heads_BSCD, *counts) if self.qk_norm else heads_BSCD
 
     def _by_branch(self, heads_BSCD: Tensor) -> list[Tensor]:
         """Return queries `[B,S,H,D]` and the six keys and values `[B,S,G,D]`, unrotated."""

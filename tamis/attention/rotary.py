@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tamis.attention.packing import PackedRow
 
@@ -42,6 +43,19 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     cos, sin = cos_SD[:, None], sin_SD[:, None]
     first, second = x_BSHD.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+
+
+def normalise_heads(heads_BSCD: Tensor, *counts: int) -> Tensor:
+    """Divide heads by their root mean square (QK-norm); `counts` heads in turn are divided and left as they are.
+
+    With counts 4, 2, 2 the first four heads are divided, two are not, the next two are, and the rest is not.
+    """
+    parts = heads_BSCD.split([*counts, heads_BSCD.shape[2] - sum(counts)], dim=2)
+    return torch.cat([part if i % 2 else unit_rms(part) for i, part in enumerate(parts)], dim=2)
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
 def split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:

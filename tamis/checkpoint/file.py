@@ -24,6 +24,7 @@ from tamis.run.files.manifest import DamagedCheckpoint
 from tamis.run.files.records import write_atomic
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, per parameter
+MUON_MOMENTS = {"momentum_buffer"}
 
 State = dict[str, Any]
 
@@ -186,6 +187,9 @@ def _problems_of_optimizer(state: State, model: dict[str, Tensor], trained: set[
 
 
 def _problems_of_moments(name: str, moments: dict[str, Tensor], parameter: Tensor) -> Iterator[str]:
+    if set(moments) == MUON_MOMENTS:
+        yield from _problems_of(f"momentum_buffer of {name}", moments["momentum_buffer"], parameter)
+        return
     if set(moments) != MOMENTS:
         yield f"the moments of {name} are {', '.join(sorted(moments))}; they must be {', '.join(sorted(MOMENTS))}"
         return

@@ -147,6 +147,20 @@ def config_show(words: Words = None) -> None:
     print(f"# hash {resolved.hash}, {parameter_count(resolved):,} parameters")
 
 
+@config_verb("twin")
+def config_twin(words: Words = None) -> None:
+    """Print the dense twin of a configuration, with a feed-forward wide enough for as many parameters.
+
+    Example: tamis config twin configs/m7c_125m_80g.yaml train.out_dir=artifacts/m7c_dense > dense.yaml
+    """
+    from tamis.config.size import dense_twin, parameter_count
+
+    resolved = resolve(words, sys.stderr)
+    twin = dense_twin(resolved)
+    print(twin.to_yaml(), end="")
+    print(f"# {parameter_count(twin):,} parameters; the model has {parameter_count(resolved):,}")
+
+
 @config_verb("validate")
 def config_validate(configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="YAML files")]) -> None:
     """Check configuration files; each problem is listed with its key.

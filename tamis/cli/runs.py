@@ -150,6 +150,26 @@ def report(
 
 
 @verb()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="run directories; the first is the reference")],
+    page: Annotated[Path | None, typer.Option(help="also write the curves and the text as a page, here")] = None,
+    any_data: Annotated[bool, typer.Option("--any-data", help="also runs of different data or tokenizers")] = False,
+) -> None:
+    """Compare the losses of runs at equal tokens, equal training time and equal loss. Only reads.
+
+    Examples:
+
+      tamis compare artifacts/m7c_dense artifacts/m7c_nsa
+
+      tamis compare artifacts/m7c_dense artifacts/m7c_nsa --page comparison.html
+    """
+    from tamis.run.handover.compare import compare_runs
+    from tamis.run.locate import existing_run
+
+    print_line(compare_runs([existing_run(run) for run in runs], any_data, page))
+
+
+@verb()
 def handoff(
     run: RunDir,
     output: Annotated[Path | None, typer.Option(help="the tar to write; by default next to RUN")] = None,

@@ -42,6 +42,10 @@ def impossible_combinations(config: Config) -> list[str]:
             "runtime.sdpa: flash_only needs runtime.use_flash: true",
         ),
         (
+            config.train.optimizer == "muon" and runtime.precision == "fp16",
+            "train.optimizer: muon needs runtime.precision: bf16 or fp32",
+        ),
+        (
             config.cost.max is not None and not config.cost.per_hour,
             "cost.max needs cost.per_hour: the price of the machine per hour",
         ),

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from tamis.config.combinations import impossible_combinations
+from tamis.config.recipes import apply_recipe
 from tamis.config.schema import Config, Section
 from tamis.config.suggest import did_you_mean, nearest
 from tamis.config.vocabulary import VOCABULARY, tokenizer_file, vocabulary_size
@@ -48,14 +49,16 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a num
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply overrides; a ConfigError has a line for each problem."""
     tree = read_yaml(path) if path is not None else {}
+    given = [override.partition("=")[0].strip() for override in overrides or []]
     for override in overrides or []:
         apply_override(tree, override)
+    if "train.recipe" in given:  # a recipe of the command line comes before the keys of the file
+        apply_recipe(tree, given)
     try:
         return build_config(tree)
     except ConfigError as error:
         if path is None:
             raise
-        given = [override.partition("=")[0].strip() for override in overrides or []]
         lines = str(error).splitlines()
         raise ConfigError(
             "\n".join(line if _names_any(line, given) else f"{line} (in config file {path})" for line in lines)
@@ -63,7 +66,8 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 
 
 def build_config(tree: dict[str, Any]) -> Config:
-    """Validate a tree of sections; one ConfigError has a line for each problem."""
+    """Validate a tree of sections, with its recipe applied; one ConfigError has a line for each problem."""
+    apply_recipe(tree)
     problems, wrong = _unknown(tree), dict[str, str]()
     try:
         config = Config.model_validate(_known(tree))

@@ -25,12 +25,7 @@ MOST_TOKENS = 2**24  # of one sequence
 MOST_TOKENS_PER_STEP = 2**31  # of one process
 LOCAL = ("local", "fineweb_edu_local")  # two names of one source, data.dataset
 LONGEST_TEXT = 1000  # characters of a name or path
-OPERATION = (
-    "log",
-    "notify",
-    "cost",
-    "copy",
-)  # sections about the operator: no effect on what is trained
+OPERATION = ("log", "notify", "cost", "copy")  # sections about the operator: no effect on what is trained
 
 
 def _one_line(text: str) -> str:
@@ -89,6 +84,11 @@ class Model(Section):
     rope_base: float = _above_zero(10000.0, "Base of the rotary frequencies.", most=1e12)
     rope_scale: float = _above_zero(1.0, "Positions are divided by this in every branch.", most=1e6)
     norm_eps: float = _above_zero(1e-5, "Epsilon of the RMS norms.", most=1.0)
+    mlp: Literal["swiglu", "relu2"] = _key(
+        "swiglu", "Feed-forward layer: SwiGLU, or the square of ReLU, whose `d_ff` may be half as wide again."
+    )
+    qk_norm: bool = _key(False, "Divide every query and key by its root mean square.")
+    logit_soft_cap: float = _key(0.0, "Limit the logits to ± this by a hyperbolic tangent; 0: no limit.", ge=0, le=1e6)
 
 
 LayerKind = Literal["nsa", "window", "dense"]
@@ -203,13 +203,29 @@ class Train(Section):
     seq_len: int = _count(2048, "Tokens per sequence.", most=MOST_TOKENS)
     batch_size: int = _count(1, "Micro-batch per GPU, in sequences.", most=2**20)
     accumulate_grad_batches: int = _count(1, "Micro-batches per optimizer step.", most=2**20)
+    batch_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS_PER_STEP)] | None = _key(
+        None, "Tokens per optimizer step, which give `accumulate_grad_batches` when a run starts; null: that counts."
+    )
+    recipe: Literal["runbook", "speedrun"] = _key(
+        "runbook", "Values for the keys of a tuned recipe, where the same file or command line does not set them."
+    )
+    optimizer: Literal["adamw", "muon"] = _key("adamw", "`muon` trains the matrices of the layers, AdamW the rest.")
+    zero_init: bool = _key(False, "Start the output projections of attention and feed-forward at zero.")
     lr: float = _above_zero(2e-4, "Peak learning rate, reached after the warm-up.", most=1000)
-    lr_min_ratio: float = _key(0.1, "The cosine ends at `lr` times this.", ge=0, le=1)
+    schedule: Literal["cosine", "trapezoid"] = _key(
+        "cosine", "Learning rate after the warm-up: a cosine, or constant with a linear end."
+    )
+    decay_fraction: float = _key(0.4, "Trapezoid: the share of all steps over which the rate falls.", gt=0, le=1)
+    lr_min_ratio: float = _key(0.1, "The schedule ends at `lr` times this.", ge=0, le=1)
     warmup_steps: int = _count(2000, "Optimizer steps of linear warm-up.", least=0)
     weight_decay: float = _key(0.1, "Weight decay of matrices; vectors have none.", ge=0, le=1000, allow_inf_nan=False)
     beta1: float = _key(0.9, "AdamW: decay of the first moment.", ge=0, lt=1)
     beta2: float = _key(0.95, "AdamW: decay of the second moment.", ge=0, lt=1)
     adam_eps: float = _above_zero(1e-8, "AdamW: epsilon.", most=1.0)
+    muon_lr: float | None = _key(
+        None, "Muon: peak learning rate of its matrices, on AdamW's scale; null: `lr`.", gt=0, le=1000
+    )
+    muon_momentum: float = _key(0.95, "Muon: decay of its momentum.", ge=0, lt=1)
     grad_clip: float = _above_zero(1.0, "Largest gradient norm.", most=1e9)
     seed: int = _count(1337, "Seed of weights and data order.", least=0, most=2**63 - 1)
     log_every: int = _count(10, "Steps between rows of training.csv.")
@@ -354,11 +370,19 @@ class Config(Section):
         return self.train.batch_size * self.train.accumulate_grad_batches * self.train.seq_len * world_size
 
     def with_steps(self, world_size: int) -> Config:
-        """The same run in steps if it is given in tokens; the last step may exceed them by less than one step."""
-        if self.train.tokens is None:
+        """The same run in micro-batches and steps if it is given in tokens, rounded up."""
+        train = self.train
+        if train.batch_tokens is not None:
+            micro_batch = train.batch_size * train.seq_len * world_size
+            micro_batches = min(2**20, math.ceil(train.batch_tokens / micro_batch))
+            return self._with_train(accumulate_grad_batches=micro_batches, batch_tokens=None).with_steps(world_size)
+        if train.tokens is None:
             return self
-        steps = min(MOST_STEPS, math.ceil(self.train.tokens / self.tokens_per_step(world_size)))
-        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "tokens": None})})
+        steps = min(MOST_STEPS, math.ceil(train.tokens / self.tokens_per_step(world_size)))
+        return self._with_train(steps=steps, tokens=None)
+
+    def _with_train(self, **changes: Any) -> Config:
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     @property
     def hash(self) -> str:

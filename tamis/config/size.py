@@ -14,6 +14,7 @@ from tamis.config.yaml_file import ConfigError
 GIB = 2**30
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 TRAINING_BYTES_PER_PARAMETER = 16  # those, and the fp32 gradient
+PARAMETERS_ALIKE = 0.005  # two models of equal size differ by no more than this share
 
 
 RANDOM_TOKENS_MARGIN = 0.1  # nats below ln V that the loss of a batch of random tokens may reach by chance
@@ -48,9 +49,25 @@ def parameter_count(config: Config) -> int:
     """Parameters the optimizer steps, padding of the vocabulary included."""
     model = config.model
     norms = 2 * model.dim
-    feed_forward = 3 * model.dim * model.d_ff
+    feed_forward = _feed_forward_parameters(config)
     attention = sum(attention_parameters(config, kind) for kind in config.layer_kinds)
     return config.padded_vocab_size * model.dim + attention + model.n_layers * (feed_forward + norms) + model.dim
+
+
+def _feed_forward_parameters(config: Config) -> int:
+    matrices = 3 if config.model.mlp == "swiglu" else 2
+    return matrices * config.model.dim * config.model.d_ff
+
+
+def dense_twin(config: Config) -> Config:
+    """Return the same run with dense attention, and the feed-forward width whose parameter count is nearest."""
+    dense = config.model_copy(update={"model": config.model.model_copy(update={"attention": "dense"})})
+    missing = parameter_count(config) - parameter_count(dense)
+    per_unit = config.model.n_layers * _feed_forward_parameters(config) // config.model.d_ff
+    wider = missing / per_unit
+    step = 8 if 8 * per_unit < PARAMETERS_ALIKE * parameter_count(config) else 1
+    width = max(1, config.model.d_ff + round(wider / step) * step)  # a multiple of 8 suits tensor cores
+    return config.model_copy(update={"model": dense.model.model_copy(update={"d_ff": width})})
 
 
 def attention_parameters(config: Config, kind: str) -> int:
@@ -79,7 +96,7 @@ def flops_per_token(config: Config, training: bool = True) -> float:
     """
     model, kinds = config.model, config.layer_kinds
     costs = {kind: _attention_flops(config, kind) for kind in set(kinds)}
-    matrices = model.n_layers * 3 * model.dim * model.d_ff + config.vocab_size * model.dim
+    matrices = model.n_layers * _feed_forward_parameters(config) + config.vocab_size * model.dim
     forward = 2.0 * matrices + sum(costs[kind][0] for kind in kinds)
     scoring = sum(costs[kind][1] for kind in kinds)
     return (3.0 if training else 1.0) * forward + scoring

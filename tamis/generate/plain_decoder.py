@@ -27,7 +27,7 @@ VOCABULARY_MULTIPLE = 128  # rows of the embedding are padded to this
 UNLIMITED = 1 << 40  # the window of a dense layer, in tokens
 MODEL_KEYS = {
     *("name", "attention", "dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_ff"),
-    *("rope_base", "rope_scale", "norm_eps"),
+    *("rope_base", "rope_scale", "norm_eps", "mlp", "qk_norm", "logit_soft_cap"),
 }
 NSA_KEYS = {"l", "d", "l_sel", "n_sel", "w", "phi", "layers"}
 
@@ -67,12 +67,17 @@ class PlainNorm(nn.Module):
 
 
 class PlainFeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, mlp: str, dim: int, hidden: int) -> None:
         super().__init__()
-        self.gate_and_up = nn.Linear(dim, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        if mlp == "relu2":
+            self.up = nn.Linear(dim, hidden, bias=False)
+        else:
+            self.gate_and_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.mlp, self.down = mlp, nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.mlp == "relu2":
+            return self.down(F.relu(self.up(x)).square())
         gate, up = self.gate_and_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -83,6 +88,7 @@ class PlainAttention(nn.Module):
     def __init__(self, model: dict[str, Any], nsa: dict[str, Any], kind: str) -> None:
         super().__init__()
         self.kind, self.heads, self.groups, self.dim = kind, model["n_heads"], model["n_kv_groups"], model["d_k"]
+        self.qk_norm = model["qk_norm"]
         self.rope_base, self.rope_scale = model["rope_base"], model["rope_scale"]
         sizes = {key: nsa[key] for key in ("l", "d", "l_sel", "n_sel")}
         self.spec = NSASpec(**sizes, w=UNLIMITED if kind == "dense" else nsa["w"])
@@ -100,6 +106,8 @@ class PlainAttention(nn.Module):
         """Return the output of tokens `start … start+S−1`, and what the layer keeps of all tokens."""
         heads = self.project(x_BSE).unflatten(-1, (-1, self.dim))
         q, *rest = heads.split([self.heads, *[self.groups] * (6 if self.kind == "nsa" else 2)], dim=2)
+        if self.qk_norm:
+            q, *rest = (part if i and i % 2 == 0 else _unit(part) for i, part in enumerate((q, *rest)))
         q = self._rotated(q, start)
         attend = self._nsa if self.kind == "nsa" else self._window
         attended, kept = attend(x_BSE, q, rest, past, start)
@@ -146,7 +154,7 @@ class PlainBlock(nn.Module):
         self.attention_norm = PlainNorm(model["dim"], model["norm_eps"])
         self.attention = PlainAttention(model, nsa, kind)
         self.feed_forward_norm = PlainNorm(model["dim"], model["norm_eps"])
-        self.feed_forward = PlainFeedForward(model["dim"], model["d_ff"])
+        self.feed_forward = PlainFeedForward(model["mlp"], model["dim"], model["d_ff"])
 
     def forward(self, x_BSE: Tensor, past: Past, start: int) -> tuple[Tensor, Past]:
         attended, kept = self.attention(self.attention_norm(x_BSE), past, start)
@@ -168,7 +176,7 @@ class PlainDecoder(nn.Module):
         model, nsa = tree["model"], tree["nsa"]
         if unknown := sorted({*model} - MODEL_KEYS | {*nsa} - NSA_KEYS):
             raise ValueError(f"this model has {', '.join(unknown)}, which needs the tamis package: pip install tamis")
-        self.vocab_size, self.max_len = vocab_size, max_len
+        self.vocab_size, self.max_len, self.soft_cap = vocab_size, max_len, model["logit_soft_cap"]
         rows = math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         self.embedding = nn.Embedding(rows, model["dim"])
         layers = "dense" if model["attention"] == "dense" else nsa["layers"]
@@ -183,7 +191,8 @@ class PlainDecoder(nn.Module):
         return self._read(tokens_BS, PlainSequence([[] for _ in self.blocks])), None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight[: self.vocab_size].to(hidden.dtype))
+        logits = F.linear(hidden, self.embedding.weight[: self.vocab_size].to(hidden.dtype))
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def new_cache(self, batch: int, max_len: int) -> PlainCache:
         return PlainCache([PlainSequence([[] for _ in self.blocks]) for _ in range(batch)], max_len)
@@ -213,6 +222,11 @@ class PlainStep:
 
     def __call__(self, tokens_B: Tensor) -> Tensor:
         return self.model.extend(tokens_B[:, None], self.cache)[:, 0]
+
+
+def _unit(heads_BSHD: Tensor) -> Tensor:
+    """Divide each head by its root mean square."""
+    return F.rms_norm(heads_BSHD.float(), heads_BSHD.shape[-1:], eps=1e-6).to(heads_BSHD.dtype)
 
 
 def _appended(past: Past, new: Past) -> Past:

@@ -17,12 +17,14 @@ from tamis.attention.rotary import Rotary
 from tamis.attention.spec import NSASpec, Start
 from tamis.config import Config
 from tamis.model.dense import DenseAttention
-from tamis.model.loss import linear_cross_entropy
+from tamis.model.loss import linear_cross_entropy, soft_capped
 from tamis.model.norm import RMSNorm
+from tamis.model.relu_squared import ReLUSquared
 from tamis.model.swiglu import SwiGLU
 from tamis.model.window import WindowAttention
 
 EMBEDDING_STD = 0.02
+RESIDUAL_OUTPUTS = ("attention.out.weight", "feed_forward.down.weight")  # what adds to the residual stream
 MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
@@ -35,7 +37,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(model.dim, model.norm_eps)
         self.attention = _attention(config, kind, rotary, backend)
         self.feed_forward_norm = RMSNorm(model.dim, model.norm_eps)
-        self.feed_forward = SwiGLU(model.dim, model.d_ff)
+        self.feed_forward = (SwiGLU if model.mlp == "swiglu" else ReLUSquared)(model.dim, model.d_ff)
         self.with_statistics = kind == "nsa" and config.train.aux_stats
 
     def forward(
@@ -71,8 +73,9 @@ def _attention(config: Config, kind: str, rotary: Rotary, backend: Backend) -> N
     if kind != "nsa":
         return DenseAttention(config, rotary) if kind == "dense" else WindowAttention(config, rotary)
     return NSAAttention(
-        model.dim, model.n_heads, model.n_kv_groups, model.d_k, NSASpec.of(nsa), nsa.phi, rotary=rotary, backend=backend
-    )
+        model.dim, model.n_heads, model.n_kv_groups, model.d_k, NSASpec.of(nsa), nsa.phi,
+        rotary=rotary, qk_norm=model.qk_norm, backend=backend,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -126,13 +129,15 @@ class Decoder(nn.Module):
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
             elif name.endswith(("embedding.weight", "place")):
                 nn.init.normal_(parameter, std=EMBEDDING_STD)
+            elif self.config.train.zero_init and name.endswith(RESIDUAL_OUTPUTS):
+                nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=self._gain(name) * parameter.shape[1] ** -0.5)
 
     def _gain(self, name: str) -> float:
         if ".compress_" in name:
             return 1.0  # a compressed key has the variance of the keys it replaces
-        if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+        if name.endswith(RESIDUAL_OUTPUTS):
             return MATRIX_GAIN / (2 * len(self.blocks)) ** 0.5  # keeps the residual stream's variance level with depth
         return MATRIX_GAIN
 
@@ -218,13 +223,14 @@ class Decoder(nn.Module):
         """
         hidden, statistics = self(tokens_BS1[:, :-1], cu_seqlens)
         targets = tokens_BS1[:, 1:].flatten()
-        value = linear_cross_entropy(hidden.flatten(0, 1), self.embedding.weight, targets, self.config.vocab_size)
-        return value, statistics
+        weight, config = self.embedding.weight, self.config
+        hidden_TE, soft_cap = hidden.flatten(0, 1), config.model.logit_soft_cap
+        return linear_cross_entropy(hidden_TE, weight, targets, config.vocab_size, soft_cap), statistics
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the real tokens, without the padding of the vocabulary."""
         weight = self.embedding.weight[: self.config.vocab_size]
-        return F.linear(hidden, weight.to(hidden.dtype))
+        return soft_capped(F.linear(hidden, weight.to(hidden.dtype)), self.config.model.logit_soft_cap)
 
     def _check_length(self, tokens_BS: Tensor) -> None:
         if tokens_BS.shape[1] > self.max_len:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tamis.attention.decode import use_kernels
 from tamis.attention.packing import PackedRow, document_of_tokens
-from tamis.attention.rotary import Rotary, split_heads
+from tamis.attention.rotary import Rotary, normalise_heads, split_heads
 from tamis.config import Config
 
 # By the version, because the function's module loads the compiler (1.5 s).
@@ -44,7 +44,7 @@ class DenseAttention(nn.Module):
         super().__init__()
         model = config.model
         self.heads, self.groups, self.dim = model.n_heads, model.n_kv_groups, model.d_k
-        self.rotary = rotary
+        self.rotary, self.qk_norm = rotary, model.qk_norm
         self.project = nn.Linear(model.dim, (model.n_heads + 2 * model.n_kv_groups) * model.d_k, bias=False)
         self.out = nn.Linear(model.n_heads * model.d_k, model.dim, bias=False)
 
@@ -92,7 +92,8 @@ class DenseAttention(nn.Module):
         return self.out(_attend_one(q, cache, positions_B).flatten(1))
 
     def _heads(self, x_BSE: Tensor) -> Tensor:
-        return self.project(x_BSE).unflatten(-1, (-1, self.dim))
+        heads = self.project(x_BSE).unflatten(-1, (-1, self.dim))
+        return normalise_heads(heads, self.heads + self.groups) if self.qk_norm else heads
 
     def _rotated(self, heads_BSCD: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = heads_BSCD.split([self.heads, self.groups, self.groups], dim=2)

@@ -21,19 +21,27 @@ MAX_WARPS = 32  # two programs fill a multiprocessor: 27 MB of logits in flight 
 WIDEST_LOAD = 16  # bytes
 
 
-def linear_cross_entropy(hidden_TE: Tensor, weight_VE: Tensor, targets_T: Tensor, vocab_size: int) -> Tensor:
+def linear_cross_entropy(
+    hidden_TE: Tensor, weight_VE: Tensor, targets_T: Tensor, vocab_size: int, soft_cap: float = 0.0
+) -> Tensor:
     """Return the mean cross-entropy of `softmax(hidden @ weight[:vocab_size].T)` at the targets, in nats.
 
-    Rows of the weight from `vocab_size` on are padding: they take no probability and get no gradient.
+    Rows of the weight from `vocab_size` on are padding: they take no probability and get no gradient. A `soft_cap`
+    above 0 limits the logits first, as the function `soft_capped` does.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad)
-    loss, _, _ = _linear_cross_entropy(hidden_TE, weight_VE, targets_T, vocab_size, needs_gradient)
+    loss, _, _ = _linear_cross_entropy(hidden_TE, weight_VE, targets_T, vocab_size, needs_gradient, soft_cap)
     return loss
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return `cap · tanh(logits / cap)`, which stays between −cap and cap; a cap of 0 changes nothing."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 @torch.library.custom_op("tamis::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool, soft_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss and the gradients of the summed loss (empty when not needed)."""
     cast = weight.to(hidden.dtype)
@@ -43,8 +51,8 @@ def _linear_cross_entropy(
     for start in range(0, hidden.shape[0], rows):
         part, target = hidden[start : start + rows], targets[start : start + rows]
         logits = part @ cast.T
-        total += _cross_entropy_(logits, target, vocab_size, needs_gradient).to(total.dtype)
-        if needs_gradient:  # the logits are now softmax minus target, not yet divided by the row count
+        total += _cross_entropy_(logits, target, vocab_size, needs_gradient, soft_cap).to(total.dtype)
+        if needs_gradient:  # the logits are now their gradient, not yet divided by the row count
             torch.mm(logits, cast, out=d_hidden[start : start + rows])
             _add_product_(d_weight, logits.T, part, is_first=start == 0)
     return total / hidden.shape[0], d_hidden, d_weight
@@ -52,7 +60,7 @@ def _linear_cross_entropy(
 
 @_linear_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool, soft_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = torch.empty((), dtype=_wide(hidden), device=hidden.device)
     return loss, *_gradients_like(hidden, weight, needs_gradient)
@@ -64,15 +72,20 @@ def _gradients_like(hidden: Tensor, weight: Tensor, needed: bool) -> tuple[Tenso
     return torch.empty_like(hidden), torch.empty_like(weight, dtype=_wide(weight))
 
 
-def _cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, write_gradient: bool) -> Tensor:
+def _cross_entropy_(
+    logits: Tensor, targets: Tensor, vocab_size: int, write_gradient: bool, soft_cap: float = 0.0
+) -> Tensor:
     """Return the summed loss of the rows; with `write_gradient`, overwrite the logits with its gradient."""
     if logits.is_cuda:
-        return cross_entropy_rows_(logits, targets, vocab_size, write_gradient).sum()
-    log_p = logits[:, :vocab_size].to(_wide(logits)).log_softmax(dim=-1)
+        return cross_entropy_rows_(logits, targets, vocab_size, write_gradient, soft_cap).sum()
+    capped = soft_capped(logits[:, :vocab_size].to(_wide(logits)), soft_cap)
+    log_p = capped.log_softmax(dim=-1)
     loss = -log_p.gather(1, targets[:, None]).sum()
     if write_gradient:
         p = log_p.exp_()
         p[torch.arange(len(targets)), targets] -= 1
+        if soft_cap:
+            p *= 1 - (capped / soft_cap) ** 2
         logits[:, :vocab_size] = p
         logits[:, vocab_size:] = 0
     return loss
@@ -99,10 +112,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(output[1], output[2])
 
 
-def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
     scale = d_loss / ctx.rows
-    return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None
+    return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None, None
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
@@ -119,22 +132,23 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     TILE: tl.constexpr = LANES * VECTOR
     columns = (tl.arange(0, LANES) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
     row = tl.program_id(0).to(tl.int64)  # 64 bits: rows × vocabulary exceeds 2^31
     base = logits + row * row_stride
     target = tl.load(targets + row).to(tl.int32)
-    of_target = tl.load(base + target).to(tl.float32)
+    of_target = _capped(tl.load(base + target).to(tl.float32), SOFT_CAP)
     # Whole tiles take no mask: with a mask, one load of 16 bytes becomes eight of two.
     whole = vocab // TILE * TILE
     largest = tl.full([LANES], -float("inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)  # one per lane, as `largest`; lanes are combined once, at the end of the row
     for start in range(0, whole, TILE):
-        x = tl.load(base + start + columns).to(tl.float32)
+        x = _capped(tl.load(base + start + columns).to(tl.float32), SOFT_CAP)
         largest, total = _add_tile(x, largest, total)
     if whole < vocab:
-        x = _load_last(base, whole + columns, vocab, padded)
+        x = _load_last(base, whole + columns, vocab, padded, SOFT_CAP)
         largest, total = _add_tile(x, largest, total)
     largest_of_all = tl.max(largest, 0)
     log_sum = largest_of_all + tl.log(tl.sum(total * _exp(largest - largest_of_all), 0))
@@ -143,13 +157,13 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # the target's logit is read before another warp overwrites it
         for start in range(0, whole, TILE):
             column = start + columns
-            x = tl.load(base + column).to(tl.float32)
-            gradient = _exp(x - log_sum) - tl.where(column == target, 1.0, 0.0)
+            x = _capped(tl.load(base + column).to(tl.float32), SOFT_CAP)
+            gradient = _gradient(x, log_sum, column == target, SOFT_CAP)
             tl.store(base + column, gradient.to(logits.dtype.element_ty))
         for start in range(whole, padded, TILE):
             column = start + columns
-            x = _load_last(base, column, vocab, padded)
-            gradient = _exp(x - log_sum) - tl.where(column == target, 1.0, 0.0)
+            x = _load_last(base, column, vocab, padded, SOFT_CAP)
+            gradient = _gradient(x, log_sum, column == target, SOFT_CAP)
             tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=column < padded)
 
 
@@ -157,6 +171,24 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
 def _exp(x):  # type: ignore[no-untyped-def]
     """Compute `exp` by `exp2`: `tl.exp` takes three more instructions to keep results below 1e-38."""
     return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _capped(x, SOFT_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Limit logits to ±SOFT_CAP by a hyperbolic tangent; a cap of 0 changes nothing."""
+    if SOFT_CAP > 0:
+        x = SOFT_CAP * (1.0 - 2.0 / (1.0 + _exp(x * (2.0 / SOFT_CAP))))
+    return x
+
+
+@triton.jit
+def _gradient(x, log_sum, is_target, SOFT_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return softmax minus target, times the slope of the cap at the capped logits `x`."""
+    gradient = _exp(x - log_sum) - tl.where(is_target, 1.0, 0.0)
+    if SOFT_CAP > 0:
+        share = tl.where(x == -float("inf"), 0.0, x / SOFT_CAP)  # −inf: padding, whose gradient is 0
+        gradient *= 1.0 - share * share
+    return gradient
 
 
 @triton.jit
@@ -168,13 +200,15 @@ def _add_tile(x, largest, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_last(base, column, vocab, padded):  # type: ignore[no-untyped-def]
+def _load_last(base, column, vocab, padded, SOFT_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load the end of a row; padding columns count as minus infinity."""
     x = tl.load(base + column, mask=column < padded, other=0.0).to(tl.float32)
-    return tl.where(column < vocab, x, -float("inf"))
+    return tl.where(column < vocab, _capped(x, SOFT_CAP), -float("inf"))
 
 
-def cross_entropy_rows_(logits_TV: Tensor, targets_T: Tensor, vocab_size: int, write_gradient: bool) -> Tensor:
+def cross_entropy_rows_(
+    logits_TV: Tensor, targets_T: Tensor, vocab_size: int, write_gradient: bool, soft_cap: float = 0.0
+) -> Tensor:
     """Return each row's loss in float32; columns from `vocab_size` on are padding. The gradient is written in place."""
     rows, padded = logits_TV.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
@@ -190,6 +224,7 @@ def cross_entropy_rows_(logits_TV: Tensor, targets_T: Tensor, vocab_size: int, w
         LANES=32 * warps,
         VECTOR=vector,
         WRITE_GRADIENT=write_gradient,
+        SOFT_CAP=soft_cap,
         num_warps=warps,
     )
     return losses

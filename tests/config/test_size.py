@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tamis.attention import NSASpec, reference, select_blocks
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.size import (
+    dense_twin,
     flops_per_token,
     least_memory_bytes,
     mean_keys_dense,
@@ -27,6 +28,7 @@ CONFIGS = [
     ["data.tokenizer=byte", "model.n_layers=3", "model.dim=160"],
     ["model.n_heads=8", "model.n_kv_groups=8", "model.d_k=32", "nsa.l=16", "nsa.d=8"],
     ["model.n_kv_groups=1", "model.d_ff=100", "nsa.l=64"],
+    ["model.mlp=relu2", "model.qk_norm=true", "model.logit_soft_cap=15.0"],
 ]
 NSA = [["nsa.phi=mlp"], ["nsa.phi=avg"], ["nsa.phi=mlp", "train.seq_len=5"], ["nsa.phi=mlp", "train.seq_len=37"]]
 
@@ -143,3 +145,12 @@ def test_a_model_larger_than_the_memory_is_refused_by_its_keys() -> None:
     huge = load_config(None, ["model.dim=65536", "model.n_layers=1000"])
     with pytest.raises(ConfigError, match=r"needs at least .* the GPU has 24\.0: lower model\.dim, model"):
         require_memory(huge, 24 * 2**30, "the GPU")
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.mlp=relu2"], ["nsa.phi=avg", "model.dim=512"], ["model.n_layers=2"]])
+def test_the_dense_twin_has_as_many_parameters(overrides: list[str]) -> None:
+    config = load_config(None, [*overrides, "train.seed=5"])
+    twin = dense_twin(config)
+    assert parameter_count(twin) == pytest.approx(parameter_count(config), rel=0.005)
+    assert twin.model.attention == "dense" and twin.model.d_ff > config.model.d_ff and twin.model.d_ff % 8 == 0
+    assert (twin.train, twin.data) == (config.train, config.data)

@@ -23,16 +23,20 @@ from tests.model.tiny import tiny_model
 
 PROMPTS = [PROMPT, list(b"War and peace, the long way round the world"), list(b"x")]
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-MIXED = 'nsa.layers=["nsa", "window"]'
+KINDS = {
+    "nsa": (),
+    "dense": ("model.attention=dense",),
+    "mixed": ('nsa.layers=["nsa", "window"]', "nsa.phi=avg", "model.rope_scale=2.0"),
+    "speedrun": ("model.qk_norm=true", "model.mlp=relu2", "model.logit_soft_cap=3.0"),
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Exported folders by kind of attention."""
     path = tmp_path_factory.mktemp("exported")
-    kinds = {"nsa": (), "dense": ("model.attention=dense",), "mixed": (MIXED, "nsa.phi=avg", "model.rope_scale=2.0")}
     return {
-        kind: export_command(save(path / f"run_{kind}", tiny_model(*keys)), path / kind) for kind, keys in kinds.items()
+        kind: export_command(save(path / f"run_{kind}", tiny_model(*keys)), path / kind) for kind, keys in KINDS.items()
     }
 
 
@@ -160,11 +164,11 @@ def test_what_is_not_supported_is_refused_by_name(model: Any) -> None:
         model(ids, use_cache=True).past_key_values.crop(3)
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixed"])
+@pytest.mark.parametrize("kind", ["dense", "mixed", "speedrun"])
 def test_every_kind_of_layer_is_the_same_without_tamis(
     kind: str, folders: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    keys = ("model.attention=dense",) if kind == "dense" else (MIXED, "nsa.phi=avg", "model.rope_scale=2.0")
+    keys = KINDS[kind]
     expected, whole = ours(PROMPTS, tiny_model(*keys)), load(folders[kind])(torch.tensor([PROMPTS[1]])).logits
     request.getfixturevalue("without_tamis")
     plain = load(folders[kind])

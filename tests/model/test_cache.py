@@ -14,6 +14,7 @@ from tests.attention.devices import DEVICE
 
 TOKENS = 75
 KINDS = [{"attention": "nsa"}, {"attention": "dense"}, {"layers": "window"}, {"layers": ["window", "nsa"]}]
+KINDS += [{"layers": ["nsa", "dense"], "qk_norm": True, "mlp": "relu2"}]
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # float32 rounding, grown by layers at three times the usual scale
 
 
@@ -21,7 +22,7 @@ def small_config(**changes: object) -> Config:
     model = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_ff": 32, "attention": "nsa"}
     nsa = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 4, "w": 12, "phi": "mlp"}
     for key, value in changes.items():
-        (model if key in model or key.startswith("rope") else nsa)[key] = value
+        (model if key in model or key.startswith(("rope", "qk_norm", "mlp")) else nsa)[key] = value
     return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": {"seq_len": TOKENS}})
 
 

@@ -52,6 +52,30 @@ def test_the_dense_twin_shares_the_trunk() -> None:
     assert len(trunk(KINDS[0])) == 2 + 2 * 4
 
 
+def test_qk_norm_ignores_the_size_of_queries_and_keys_and_keeps_values() -> None:
+    for kind in KINDS:
+        model = tiny_model(kind, "model.qk_norm=true")
+        layer, x = model.blocks[0].attention, torch.randn(1, 40, 32)
+        before = layer(x)
+        project = layer.project.weight.data.unflatten(0, (-1, 8))
+        project[:6] *= 3.0  # four heads of queries, two of keys
+        torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-4)
+        project[6:8] *= 3.0  # values
+        assert not torch.allclose(layer(x), before, atol=1e-2)
+
+
+def test_zero_init_makes_a_fresh_model_its_embedding() -> None:
+    model, tokens = Decoder(tiny_config("train.zero_init=true")), random_tokens(1, 20)
+    torch.testing.assert_close(model(tokens)[0], model.norm(model.embedding(tokens)))
+
+
+def test_a_soft_cap_bounds_the_logits_and_the_loss_is_theirs() -> None:
+    model, tokens = tiny_model("model.logit_soft_cap=2.0", "model.mlp=relu2"), random_tokens(2, 33)
+    logits = model.logits(model(tokens[:, :-1])[0])
+    assert 1.5 < logits.abs().max() <= 2.0
+    torch.testing.assert_close(model.loss(tokens)[0], F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
 def test_nsa_with_its_window_alone_over_everything_is_the_dense_twin() -> None:
     nsa, dense = tiny_model("nsa.w=128"), tiny_model(KINDS[1])
     weights = {name: p for name, p in nsa.state_dict().items() if name in dense.state_dict()}

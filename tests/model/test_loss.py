@@ -118,6 +118,26 @@ def test_the_kernel_equals_pytorch_and_padding_gets_no_gradient(rows: int, vocab
     assert (logits[:, vocab:] == 0).all()
 
 
+@pytest.mark.parametrize(("rows", "vocab", "padded"), [(3, 257, 384), (2, 5000, 5120)])
+def test_a_soft_cap_equals_pytorch_in_value_and_gradient(rows: int, vocab: int, padded: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(rows, padded, generator=generator) * 20).to(DEVICE)
+    targets = torch.randint(vocab, (rows,), generator=generator).to(DEVICE)
+    expected = logits[:, :vocab].clone().requires_grad_()
+    wanted = F.cross_entropy(15 * torch.tanh(expected / 15), targets, reduction="none")
+    wanted.sum().backward()
+    losses = cross_entropy_rows_(logits, targets, vocab, write_gradient=True, soft_cap=15.0)
+    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :vocab], expected.grad, rtol=1e-4, atol=1e-6)
+    assert (logits[:, vocab:] == 0).all()
+
+    hidden, weight, targets = problem(9, 5, 11, 4, torch.float64)
+    plain = F.cross_entropy(2 * torch.tanh(hidden @ weight[:11].T / 2), targets)
+    fused = linear_cross_entropy(hidden, weight, targets, 11, soft_cap=2.0)
+    got, expected_values = (value_and_gradients(value, hidden, weight) for value in (fused, plain))
+    torch.testing.assert_close(got, expected_values, rtol=1e-12, atol=1e-13)
+
+
 def test_padding_columns_do_not_count() -> None:
     logits = torch.randn(4, 384, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     targets = torch.tensor([0, 100, 255, 256], device=DEVICE)

@@ -1,8 +1,8 @@
 """Whether a configuration continues the run that a directory holds: which keys differ, and which of them may.
 
-Model, data, tokenizer and seed identify a run: a start that differs in one of them is another run and is refused.
-Every other key is a hyperparameter or a setting: it may change at a resume, and the change is recorded, except in the
-sections about operation.
+Model, data, tokenizer, seed and optimizer identify a run: a start that differs in one of them is another run and is
+refused. Every other key is a hyperparameter or a setting: it may change at a resume, and the change is recorded, except
+in the sections about operation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ IDENTITY_KEYS = (
     "data.text_column",
     "data.val_fraction",
     "train.seed",
+    "train.optimizer",
 )
 LABELS = ("model.name", "train.out_dir")  # names of the run, without effect on it
 SHOWN = 6
 
 
 class OtherRun(ConfigError):
-    """The directory holds a run of another model, data, tokenizer or seed; the message names the keys."""
+    """The directory holds a run of another model, data, tokenizer, seed or optimizer; the message names the keys."""
 
 
 @dataclass(frozen=True)
