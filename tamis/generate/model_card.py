@@ -80,6 +80,7 @@ def _training(config: Config, step: int, run: RunDirectory) -> dict[str, str]:
         "steps": f"{step:,} of {train.steps:,}",
         "sequence length": f"{train.seq_len:,}",
         "learning rate": f"{train.lr:g} after {train.warmup_steps:,} steps of warm-up",
+        "recipe": f"{train.recipe} ({train.optimizer}, {train.schedule} schedule)",
         "weight decay": f"{train.weight_decay:g}",
         "compute precision": config.runtime.precision,
         "seed": str(train.seed),

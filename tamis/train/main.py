@@ -238,7 +238,8 @@ def _announce(trainer: Trainer) -> None:
         say("copy.to has no effect without supervision: use tamis run or tamis launch")
     say(
         f"{train.steps:,} steps of {tokens:,} tokens, {train.steps * tokens:,} in all; "
-        f"lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; config {config.hash}"
+        f"recipe {train.recipe}, {train.optimizer}, lr {train.lr:g} after {train.warmup_steps:,} warm-up steps; "
+        f"config {config.hash}"
     )
     heads_per_group = model.n_heads // model.n_kv_groups
     say(describe(ranks.device, DTYPES[config.runtime.precision], model.d_k, heads_per_group))

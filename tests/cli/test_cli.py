@@ -23,9 +23,11 @@ from tests.run.fabricate import fabricate
 
 VERBS = {
     "run", "train", "launch", "halt", "restore",
-    "list", "status", "logs", "monitor", "remote", "notify test", "judge", "report", "handoff",
+    "list", "status", "logs", "monitor", "remote", "notify test", "judge", "report", "compare",
+    "handoff",
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
-    "generate", "eval", "export", "convert", "data prepare", "data check",
+    "config twin",
+    "generate", "serve", "eval", "export", "convert", "data prepare", "data check",
     "profile", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",
     "bench positions",
 }  # fmt: skip
