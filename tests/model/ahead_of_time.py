@@ -25,7 +25,8 @@ def launch_everything(dtype: torch.dtype) -> None:
 
     logits, targets = torch.empty(ROWS, PADDED, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
     for write_gradient in (False, True):
-        cross_entropy_rows_(logits, targets, VOCAB, write_gradient)
+        for soft_cap in (0.0, 15.0):
+            cross_entropy_rows_(logits, targets, VOCAB, write_gradient, soft_cap)
     merged = torch.empty(ROWS, 2 * WIDTH, dtype=dtype)
     swiglu_rows_backward(swiglu_rows(merged), merged)
     stream, weight = torch.empty(ROWS, DIM, dtype=dtype), torch.empty(DIM)

@@ -23,13 +23,16 @@ def test_kernels_load_wide_and_do_not_spill(arch: int) -> None:
     assert len(cache_writes) == 3 * 7
     most_spilled = 112 if arch == 80 else 0  # by float32 products on an A100, which are for checks
     assert max(k["stack"] for k in cache_writes.values()) <= most_spilled
-    assert len(kernels) == 3 * 11
+    assert len(kernels) == 3 * 13
     assert {name: k["stack"] for name, k in kernels.items() if k["stack"]} == {}
     loss = {name: k for name, k in kernels.items() if name.startswith("_cross_entropy")}
     with_one = {*loss, *(n for n in kernels if n.startswith("_norm_backward"))}  # the target's logit; a row's norm
     assert {k["narrow_loads"] for name, k in kernels.items() if name in with_one} == {1}
     assert {k["narrow_loads"] for name, k in kernels.items() if name not in with_one} == {0}
-    assert max(k["registers"] for k in loss.values()) <= REGISTERS_OF_2048_THREADS
+    # On an A100, the kernel with a soft cap takes more registers, and one row at a time.
+    two_rows = [k for name, k in loss.items() if arch == 90 or "'SOFT_CAP': 0.0" in name]
+    assert len(two_rows) == (12 if arch == 90 else 6)
+    assert max(k["registers"] for k in two_rows) <= REGISTERS_OF_2048_THREADS
 
 
 def test_later_tiles_of_a_prompt_compile_no_kernel() -> None:
