@@ -21,6 +21,8 @@ SHAPES = {
     90: ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"],
 }
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
+PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
+pytestmark = pytest.mark.timeout(PATIENCE_S + 50)
 
 
 @cache
@@ -28,7 +30,7 @@ def compiled(arch: int) -> dict[str, dict[str, dict]]:
     """What each kernel needs, by shape and name; in a process that compiles rather than interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.attention.ahead_of_time", str(arch), *SHAPES[arch]]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 
