@@ -107,7 +107,7 @@ else
 fi
 
 say "installing pinned dependencies (a minute or two, more when torch must be downloaded)"
-.venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check "${index[@]}" --constraint "$constraints" --editable ".$extras" \
+.venv/bin/python -m pip install -qq --disable-pip-version-check "${index[@]}" --constraint "$constraints" --editable ".$extras" \
   || fail "installing failed: read the lines above; check the network and the free disk space, then run this again"
 .venv/bin/python -c 'import torch, tamis; print(f"[bootstrap] torch {torch.__version__}, tamis {tamis.__version__}")' \
   || fail "torch or tamis cannot be imported from .venv: remove .venv and run this again"
