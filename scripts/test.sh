@@ -7,14 +7,7 @@ cd "$(dirname "$0")/.."
 bash scripts/prime_bootstrap.sh --test --from-script
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Types are checked while the tests run; the result is printed only if it is not clean.
-types=$(mktemp)
-trap 'rm -f "$types"' EXIT
-.venv/bin/mypy >"$types" 2>&1 &
-checking=$!
+.venv/bin/mypy
 # Twice as many processes as two cores: many tests wait for trainers that they started. A file stays in one process,
 # which shares the file's fixtures, and the order of tests/conftest.py is kept: the longest files start first.
-code=0
-.venv/bin/python -m pytest -n "${TEST_PROCESSES:-4}" --dist loadscope --no-loadscope-reorder "$@" || code=$?
-wait "$checking" || { cat "$types"; exit 1; }
-exit "$code"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-4}" --dist loadscope --no-loadscope-reorder "$@"
