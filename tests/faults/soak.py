@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ MOMENTS = ("boot", "step_start", "progress", "step_end", "checkpoint", "checkpoi
 LAUNCH_ENDS_WITH = {"kill_supervisor": -signal.SIGKILL, "halt": ExitCode.HALTED, "fill_disk": ExitCode.ANOMALY}
 EXPLAINS = {"stop": ["stopped_rank"], "fill_disk": ["disk_full"], "damage": ["checkpoint_unloadable"]}
 EXPLAINS_FOR_S = 30.0  # after the end of a fault
+PARTS = ("until_start", "imports", "opens", "first_step", "steps_again")  # of the seconds that a restart costs
 ROOM_BYTES = 20_000  # per file while the disk counts as full: less than a checkpoint
 
 
@@ -171,16 +173,31 @@ class FaultyRun:
         except AssertionError as error:
             print(f"{self.run.path} differs from the unbroken run: {error}", flush=True)
 
-    def lost_seconds(self) -> list[tuple[str, float]]:
-        """For each fault, the time from the last step before it ended until training was further than that."""
-        ends = [beat for beat in read_heartbeats(self.run.heartbeat(0)) if beat.phase == "step_end"]
-        lost = []
+    def losses(self) -> list[tuple[str, dict[str, float]]]:
+        """For each fault, the seconds from the last step before it ended until training was further, and their parts.
+
+        A worker that starts again splits them: until it starts, imports, opens data and model, its first step, the
+        steps computed again.
+        """
+        beats = read_heartbeats(self.run.heartbeat(0))
+        ends = [beat for beat in beats if beat.phase == "step_end"]
+        starts = [event["ts"] for event in read_events(self.run) if event["event"] == "start"]
+        found = []
         for kind, _, end in self.faults:
             before = max((beat for beat in ends if beat.ts <= end), key=lambda beat: beat.step, default=None)
-            after = [beat.ts for beat in ends if before and beat.ts > end and beat.step > before.step]
-            if before and after:
-                lost.append((kind, after[0] - before.ts))
-        return lost
+            further = next((b for b in ends if before and b.ts > end and b.step > before.step), None)
+            if before is None or further is None:
+                continue
+            ready = {p: _last_ts(beats, p, before.ts, further.ts) for p in ("boot", "compile")}
+            began = max((ts for ts in starts if before.ts <= ts <= further.ts), default=None)
+            marks = [before.ts, began, ready["boot"], ready["compile"]]
+            if None not in marks and further.pid != before.pid:
+                marks += [next(b.ts for b in ends if b.pid == further.pid), further.ts]
+                parts = dict(zip(PARTS, (b - a for a, b in pairwise(marks)), strict=True))  # type: ignore[operator, type-var]
+            else:
+                parts = {}
+            found.append((kind, {"all": further.ts - before.ts, **parts}))
+        return found
 
     def false_alarms(self) -> list[str]:
         """The alarms that no injected fault explains."""
@@ -200,6 +217,10 @@ FAULTS: dict[str, Callable[[FaultyRun, int], str | None]] = {
     "damage": FaultyRun.damage_checkpoint,
     "fill_disk": FaultyRun.fill_disk,
 }
+
+
+def _last_ts(beats: list[Heartbeat], phase: str, after: float, until: float) -> float | None:
+    return max((beat.ts for beat in beats if beat.phase == phase and after <= beat.ts <= until), default=None)
 
 
 def flip_byte(path: Path) -> None:
@@ -254,13 +275,11 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
     lost = sum(len(ends) - len({beat.step for beat in ends}) for ends in steps)
     step_s = statistics.median(beat.dt_step_s or 0.0 for ends in steps for beat in ends)
     wall_s = sum(run.wall_s for run in runs)
-    lost_s: dict[str, list[float]] = {kind: [] for kind in sorted(faults)}
-    for kind, seconds in (fault for run in runs for fault in run.lost_seconds()):
-        lost_s[kind].append(seconds)
+    losses = [loss for run in runs for loss in run.losses()]
     return {
         "faults": faults.total(),
         "faults_by_kind": dict(sorted(faults.items())),
-        "mean_seconds_lost_by_kind": {kind: round(statistics.mean(times), 1) for kind, times in lost_s.items()},
+        "mean_seconds_lost_by_kind": {kind: mean_parts(kind, losses) for kind in sorted(faults)},
         "runs": len(runs),
         "launches": sum(run.launches for run in runs),
         "restarts_by_supervisor": sum(event["event"] == "restart" for run in runs for event in read_events(run.run)),
@@ -273,6 +292,13 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
         "false_alarms": [alarm for run in runs for alarm in run.false_alarms()],
         "identical": all(run.is_same for run in runs),
     }
+
+
+def mean_parts(kind: str, losses: list[tuple[str, dict[str, float]]]) -> dict[str, float]:
+    """The mean of each part over the losses of one kind; only restarts have parts."""
+    of_kind = [parts for name, parts in losses if name == kind]
+    names = {name: None for parts in of_kind for name in parts}
+    return {name: round(statistics.mean(p[name] for p in of_kind if name in p), 2) for name in names}
 
 
 def main(argv: list[str]) -> int:
