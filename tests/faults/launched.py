@@ -41,12 +41,18 @@ def fake_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> 
     return command + (["--resume", str(checkpoint)] if checkpoint else [])
 
 
+def fake_module_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
+    """The fake trainer as a module, which a spare worker can run."""
+    real = trainer_command(config_yaml, processes, checkpoint)
+    return [word.replace("tamis.train.main", "tests.faults.fake_trainer") for word in real]
+
+
 def paced_command(config_yaml: Path, processes: int, checkpoint: Path | None) -> list[str]:
     real = trainer_command(config_yaml, processes, checkpoint)
     return [word.replace("tamis.train.main", "tests.faults.paced_trainer") for word in real]
 
 
-COMMANDS = {"fake": fake_command, "real": trainer_command, "paced": paced_command}
+COMMANDS = {"fake": fake_command, "fake_module": fake_module_command, "real": trainer_command, "paced": paced_command}
 
 
 def tiny_config(out: Path, steps: int = 30, save_every: int = 5) -> Config:
@@ -73,6 +79,7 @@ def quick_options(config: Config) -> LaunchOptions:
             orphan_s=float(os.environ.get("ORPHAN_S", "30")),
         ),
         look_every_s=0.1,
+        spare_after_s=float(os.environ.get("SPARE_AFTER_S", "inf")),
         command=COMMANDS[os.environ.get("TRAINER", "fake")],
     )
 

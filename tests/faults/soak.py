@@ -32,6 +32,7 @@ from tamis.run.files.events import read_events
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.heartbeat import Heartbeat, HeartbeatFollower, read_heartbeats
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.supervise.supervisor import LaunchOptions
 from tests.faults.forking_trainer import PATIENCE_S, tiny_real_config
 from tests.faults.launched import Launched
 from tests.faults.test_real_trainer import assert_same_end
@@ -40,7 +41,7 @@ KILLS_PER_RUN = 10
 FOR_KILLS = {"steps": 64, "save_every": 4, "eval_every": 16}
 FOR_SOAK = {"steps": 1500, "save_every": 10, "eval_every": 500}
 STEP_WAITS_S = 0.15  # in a soak: what a device would compute, so that the cores stay free
-UNLIMITED: dict[str, Any] = {"RESTARTS": "1000000", "WITHOUT_PROGRESS": "1000000", "FIRST_DELAY_S": "0"}
+UNLIMITED: dict[str, Any] = {"RESTARTS": "1000000", "WITHOUT_PROGRESS": "1000000", "FIRST_DELAY_S": "2"}
 MOMENTS = ("boot", "step_start", "progress", "step_end", "checkpoint", "checkpoint")
 LAUNCH_ENDS_WITH = {"kill_supervisor": -signal.SIGKILL, "halt": ExitCode.HALTED, "fill_disk": ExitCode.ANOMALY}
 EXPLAINS = {"stop": ["stopped_rank"], "fill_disk": ["disk_full"], "damage": ["checkpoint_unloadable"]}
@@ -66,7 +67,7 @@ class FaultyRun:
         self.launches += 1
         settings: dict[str, Any] = (
             {"TRAINER": "paced", "STEP_WAITS_S": str(self.waits_s)} if self.waits_s else {"TRAINER": "real"}
-        )
+        ) | {"SPARE_AFTER_S": str(LaunchOptions.spare_after_s)}
         self.launched = Launched(self.config, OMP_NUM_THREADS="1", **settings, **UNLIMITED)
 
     def is_done(self) -> bool:
@@ -184,6 +185,8 @@ class FaultyRun:
         starts = [event["ts"] for event in read_events(self.run) if event["event"] == "start"]
         found = []
         for kind, _, end in self.faults:
+            if kind in LAUNCH_ENDS_WITH:  # the worker went on until it noticed
+                end = next((ts for ts in starts if ts > end), end)
             before = max((beat for beat in ends if beat.ts <= end), key=lambda beat: beat.step, default=None)
             further = next((b for b in ends if before and b.ts > end and b.step > before.step), None)
             if before is None or further is None:
@@ -275,6 +278,7 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
     lost = sum(len(ends) - len({beat.step for beat in ends}) for ends in steps)
     step_s = statistics.median(beat.dt_step_s or 0.0 for ends in steps for beat in ends)
     wall_s = sum(run.wall_s for run in runs)
+    events = [event for run in runs for event in read_events(run.run)]
     losses = [loss for run in runs for loss in run.losses()]
     return {
         "faults": faults.total(),
@@ -282,7 +286,8 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
         "mean_seconds_lost_by_kind": {kind: mean_parts(kind, losses) for kind in sorted(faults)},
         "runs": len(runs),
         "launches": sum(run.launches for run in runs),
-        "restarts_by_supervisor": sum(event["event"] == "restart" for run in runs for event in read_events(run.run)),
+        "restarts_by_supervisor": sum(event["event"] == "restart" for event in events),
+        "starts_of_spare_workers": sum(event["evidence"].get("spare") is True for event in events),
         "steps_kept": kept,
         "steps_lost": lost,
         "median_step_ms": round(1000 * step_s, 1),

@@ -24,6 +24,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
 from tamis.run.limits import Grace, Limits
+from tamis.run.supervise.spare import PRELOAD
 from tamis.run.supervise.watchdog import watch_run
 from tests.faults.forking_trainer import RealTrainer, TrainerServer, tiny_real_config
 from tests.faults.launched import as_operators_do, with_patience
@@ -132,6 +133,20 @@ def test_a_run_continued_from_its_copy_on_a_fresh_machine_ends_with_identical_we
     shutil.rmtree(tmp_path / "lost")
     path, _ = fetch_newest(f"file://{tmp_path}/there", None, [f"train.out_dir={tmp_path}/fresh"])
     assert_same_end(finish(server, load_config(path, [f"train.out_dir={tmp_path}/fresh"])).run, unbroken)
+
+
+def test_the_process_of_a_spare_worker_trains_to_identical_weights(unbroken, tmp_path) -> None:
+    (tmp_path / "wanted.yaml").write_text(tiny_real_config(tmp_path / "out").to_yaml())
+    process = subprocess.run(
+        [sys.executable, "-u", "-m", PRELOAD, "tamis.train.main"],
+        input=json.dumps(["--config", str(tmp_path / "wanted.yaml")]) + "\n",
+        cwd=ROOT,
+        env=as_operators_do(),
+        text=True,
+        capture_output=True,
+    )
+    assert process.returncode == 0 and process.stderr == "", process.stderr
+    assert_same_end(RunDirectory(tmp_path / "out"), unbroken)
 
 
 @pytest.fixture(scope="module")

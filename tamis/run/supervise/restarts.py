@@ -57,7 +57,7 @@ class RestartBudget:
 
     restarts: int = 10
     without_progress: int = 3  # restarts in a row that may end at the step of the one before
-    first_delay_s: float = 2.0  # doubled with each restart without progress
+    first_delay_s: float = 2.0  # doubled with each restart without progress; none after a signal to a run that went on
     longest_delay_s: float = 300.0
     step_at_launch: int = 0
     used: int = field(default=0, init=False)
@@ -92,7 +92,9 @@ class RestartBudget:
             reason = f"{cause}; all {self.restarts} restarts are used up"
             return RestartDecision(False, reason, code, budget_spent=True)
         self.used += 1
-        delay = min(self.first_delay_s * 2**self.fruitless, self.longest_delay_s)
+        # A killed process leaves nothing to wait for. Of an error the cause may pass: a network, a full memory.
+        was_killed = ending.code < 0 and ending.alarm is None and self.fruitless == 0
+        delay = 0.0 if was_killed else min(self.first_delay_s * 2**self.fruitless, self.longest_delay_s)
         return RestartDecision(
             True, f"{cause} at step {ending.furthest_step}; restart {self.used} of {self.restarts}", 0, delay
         )

@@ -34,6 +34,7 @@ from tamis.run.supervise.checkpoint_check import FirstCheckpointCheck
 from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
 from tamis.run.supervise.restarts import Ending, RestartBudget, true_exit_code
 from tamis.run.supervise.sampler import sampled
+from tamis.run.supervise.spare import SpareWorker
 from tamis.run.supervise.watchdog import Watchdog
 from tamis.run.supervise.worker_processes import Screen, WorkerProcesses, trainer_command
 
@@ -53,6 +54,7 @@ class LaunchOptions:
     command: CommandFor = trainer_command  # config.yaml, processes, checkpoint or None → command line
     started: float = field(default_factory=time.time)  # of the launch; a .HALT from before it is stale
     meter: CostMeter | None = None  # of the launch; default: one of this run alone
+    spare_after_s: float = 10.0  # of a worker's life, and after its first step: the spare never slows its start
 
 
 def supervise(
@@ -113,6 +115,7 @@ class Supervisor:
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
         self.checkpoint_check = FirstCheckpointCheck(run, config, self.events)
+        self.spare = SpareWorker(log, self.screen)
         self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
@@ -124,6 +127,7 @@ class Supervisor:
                 return self._attempts()
             finally:
                 self.checkpoint_check.close()
+                self.spare.close()
 
     def _prepare(self) -> None:
         if stale := HaltFile(self.run.halt).discard_stale(self.options.started):
@@ -155,7 +159,8 @@ class Supervisor:
                 spent = {"budget_spent": True} if decision.budget_spent else {}
                 self.events.record("end", decision.reason, exit_code=int(decision.code), **spent)
                 return int(decision.code)
-            self.events.record("restart", f"{decision.reason}, in {decision.delay_s:.0f} s")
+            when = f"in {decision.delay_s:.0f} s" if decision.delay_s else "at once"
+            self.events.record("restart", f"{decision.reason}, {when}")
             if (stopped := self._pause(decision.delay_s)) is not None:
                 self.events.record("end", "asked to stop while waiting to restart", exit_code=int(stopped))
                 return stopped
@@ -165,19 +170,23 @@ class Supervisor:
         command = self.options.command(self.run.config_yaml, self.processes, checkpoint)
         self.watchdog.begin(self.processes)
         since = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
-        workers = WorkerProcesses(command, self.log, self.screen)
+        spare = self.spare.take(command)
+        workers = spare or WorkerProcesses(command, self.log, self.screen)
         self.events.record(
             "start",
             f"{counted(self.processes, 'worker')} {since}",
             command=command,
             pid=workers.process.pid,
             watch=self.options.watch,
+            spare=spare is not None,
         )
-        alarm = None
+        alarm, spare_at = None, time.monotonic() + self.options.spare_after_s
         while not workers.has_ended():
             self._require_own_directory(workers)
             self.checkpoint_check.poll()
             alarm = alarm or self._watch(workers)
+            if self._wants_spare() and time.monotonic() >= spare_at:
+                self.spare.start(command)
             self._halt_at_cost_limit()
             self._pass_on_stop(workers)
             wait_until(workers.has_ended, self.options.look_every_s)
@@ -189,6 +198,14 @@ class Supervisor:
         code = true_exit_code(workers.process.returncode, self.watchdog.exit_codes())
         lasting, term_sent = self.watchdog.lasting_failure(), self.kill_at is not None
         return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting, self.cost_limit)
+
+    def _wants_spare(self) -> bool:
+        """True once a single worker has made a step; torchrun starts its workers itself."""
+        return (
+            self.config.runtime.spare_worker
+            and self.processes == 1
+            and self.watchdog.history.ranks[0].steps_by_this_process > 0
+        )
 
     def _require_own_directory(self, workers: WorkerProcesses) -> None:
         """End the run when OUT was moved or removed: what its workers wrote now would mix with another run's files."""

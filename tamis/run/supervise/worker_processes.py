@@ -93,25 +93,28 @@ def _screen_variables() -> dict[str, str]:
     return {LIVE_VARIABLE: "1", "COLUMNS": str(os.get_terminal_size(1).columns)}
 
 
+def worker_environment() -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if name != "TAMIS_NOTIFY"},  # no use for its secrets
+        "PYTHONUNBUFFERED": "1",
+        SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
+        **_screen_variables(),
+    }
+
+
 class WorkerProcesses:
     """The trainer's processes of one attempt."""
 
-    def __init__(self, command: Sequence[str], log: Path, screen: Screen) -> None:
-        environment = {
-            **{name: value for name, value in os.environ.items() if name != "TAMIS_NOTIFY"},  # no use for its secrets
-            "PYTHONUNBUFFERED": "1",
-            SUPERVISOR_VARIABLE: str(ProcessId.of(os.getpid())),
-            **_screen_variables(),
-        }
+    def __init__(self, command: Sequence[str], log: Path, screen: Screen, stdin: int = subprocess.DEVNULL) -> None:
         reader, writer = os.pipe()
         with contextlib.suppress(OSError):  # a user who has many large pipes gets a small one
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=writer,
             stderr=writer,
-            env=environment,
+            env=worker_environment(),
             pass_fds=(reader,),  # keeps the pipe open when the supervisor is killed, so that workers can print and save
             start_new_session=True,  # Ctrl-C reaches only the supervisor, which then stops the workers in order
         )

@@ -45,6 +45,15 @@ def test_three_restarts_without_progress_are_enough() -> None:
     assert decisions[0].delay_s < decisions[1].delay_s < decisions[2].delay_s
 
 
+@pytest.mark.parametrize(
+    ("ending", "delays"),
+    [(Ending(-9, 7), (0, 4)), (Ending(1, 7), (2, 4)), (Ending(6, 7), (2, 4)), (Ending(-9, 7, alarm=STALL), (2, 4))],
+)
+def test_only_the_first_restart_after_a_signal_needs_no_pause(ending: Ending, delays: tuple[int, int]) -> None:
+    budget = RestartBudget()
+    assert (budget.decide(ending).delay_s, budget.decide(ending).delay_s) == delays
+
+
 def test_progress_renews_the_patience_but_not_the_budget() -> None:
     budget = RestartBudget(restarts=6)
     decisions = [budget.decide(Ending(1, furthest_step=step)) for step in (5, 5, 5, 9, 9, 20, 30)]
