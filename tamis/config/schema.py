@@ -186,11 +186,7 @@ class Runtime(Section):
     scaler_backoff_factor: float = _key(0.5, "fp16: factor on the scale after an overflow.", gt=0, lt=1)
     nvtx: bool = _key(False, "NVTX ranges around fetch, forward, backward and optimizer, for a profiler.")
     mem_dump_every: int = _count(0, "Steps between memory snapshots; 0: none.", least=0)
-    spare_worker: bool = _key(
-        True,
-        "One process under supervision: keep a second one with torch loaded, about 400 MB of host memory, which takes "
-        "over after a crash without the seconds that imports take.",
-    )
+    spare_worker: bool = _key(True, "One process: keep another with torch loaded for a restart; 400 MB of memory.")
 
     @property
     def may_use_cudnn(self) -> bool:

@@ -25,7 +25,6 @@ if __name__ == "__main__":
 
 import psutil
 import torch
-import torch._dynamo  # torch's optimizers import it at their first use
 
 from tamis.attention.functional import describe
 from tamis.checkpoint.file import require_same_model, saved_config
@@ -300,6 +299,8 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # torch's optimizers import it at their first use
+
     gc.enable()
     code = main()
     discard_unwritable_output()

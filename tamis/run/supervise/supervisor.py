@@ -185,7 +185,7 @@ class Supervisor:
             self._require_own_directory(workers)
             self.checkpoint_check.poll()
             alarm = alarm or self._watch(workers)
-            if self._wants_spare() and time.monotonic() >= spare_at:
+            if self._needs_spare() and time.monotonic() >= spare_at:
                 self.spare.start(command)
             self._halt_at_cost_limit()
             self._pass_on_stop(workers)
@@ -199,7 +199,7 @@ class Supervisor:
         lasting, term_sent = self.watchdog.lasting_failure(), self.kill_at is not None
         return Ending(code, self.watchdog.furthest_step, alarm, term_sent, lasting, self.cost_limit)
 
-    def _wants_spare(self) -> bool:
+    def _needs_spare(self) -> bool:
         """True once a single worker has made a step; torchrun starts its workers itself."""
         return (
             self.config.runtime.spare_worker
