@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.forking_trainer import tiny_real_config
+from tests.faults.launched import as_operators_do
+
 PACKAGE = Path(__file__).parents[1] / "tamis"
 RUN_FOR_WORKERS = {"run.files", "run.worker"}
 MAY_IMPORT = {  # package: the packages it may import besides itself
@@ -117,9 +120,14 @@ def test_importing_supervision_data_and_command_line_loads_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_importing_trainer_and_generation_does_not_load_the_compiler() -> None:
-    code = "import sys, tamis.train.main, tamis.generate.sample; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0  # it takes 1.5 s, wanted or not
+def test_training_and_generation_on_a_cpu_do_not_load_the_compiler(tmp_path: Path) -> None:
+    """It takes 1.6 s, wanted or not."""
+    (tmp_path / "config.yaml").write_text(tiny_real_config(tmp_path / "out", steps=2, eval_every=0).to_yaml())
+    code = "import sys, tamis.train.main, tamis.generate.sample\n"
+    code += "assert tamis.train.main.main(['--config', sys.argv[1]]) == 0\n"
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code, str(tmp_path / "config.yaml")]
+    assert subprocess.run(command, env=as_operators_do()).returncode == 0
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=str)

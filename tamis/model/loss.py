@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+OP = "tamis::linear_cross_entropy"
 LOGITS_AT_ONCE = {"cuda": 1 << 29, "cpu": 1 << 23}  # elements; small on a CPU, where the cache decides
 MAX_WARPS = 32  # two programs fill a multiprocessor: 27 MB of logits in flight on an H200, half its cache
 WIDEST_LOAD = 16  # bytes
@@ -30,7 +31,9 @@ def linear_cross_entropy(
     above 0 limits the logits first, as the function `soft_capped` does.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad)
-    loss, _, _ = _linear_cross_entropy(hidden_TE, weight_VE, targets_T, vocab_size, needs_gradient, soft_cap)
+    loss, _, _ = torch.ops.tamis.linear_cross_entropy(
+        hidden_TE, weight_VE, targets_T, vocab_size, needs_gradient, soft_cap
+    )
     return loss
 
 
@@ -39,7 +42,16 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-@torch.library.custom_op("tamis::linear_cross_entropy", mutates_args=())
+# Not as torch.library.custom_op: its first call loads the compiler, which takes 1.6 s where nothing is compiled.
+torch.library.define(
+    OP,
+    "(Tensor hidden, Tensor weight, Tensor targets, int vocab_size, bool needs_gradient, float soft_cap)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl(OP, "default")
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool, soft_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +70,7 @@ def _linear_cross_entropy(
     return total / hidden.shape[0], d_hidden, d_weight
 
 
-@_linear_cross_entropy.register_fake
+@torch.library.register_fake(OP)
 def _(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, needs_gradient: bool, soft_cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +130,7 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     return d_hidden * scale.to(d_hidden.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None, None
 
 
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(OP, _backward, setup_context=_setup_context)
 
 
 @triton.jit

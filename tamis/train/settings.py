@@ -16,7 +16,8 @@ from tamis.train.step import attention_kernels
 def apply_settings(config: Config, device: torch.device) -> list[str]:
     """Apply the settings; returns a line to print for each. Call it before the first operation on the device."""
     lines = []
-    torch.use_deterministic_algorithms(config.runtime.deterministic)
+    if config.runtime.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(config.runtime.deterministic)  # loads the compiler, which takes seconds
     if config.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed for deterministic cuBLAS
         torch.backends.cudnn.benchmark = False
