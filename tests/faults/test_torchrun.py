@@ -20,7 +20,7 @@ from tests.faults.launched import Launched
 from tests.faults.test_real_trainer import assert_same_end
 from tests.train.processes import listening_addresses
 
-STEPS = 120  # so many that none of them is done while it is looked for
+STEPS, HELD = 12, 6  # every test acts while the run stands inside its sixth step
 
 
 class Payload:
@@ -58,13 +58,15 @@ class LaunchedForReal(Launched):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+def two_ranks() -> Iterator:
     started: list[Launched] = []
 
     def start(out: Path) -> LaunchedForReal:
-        config = tiny_real_config(out, steps=STEPS, save_every=10, eval_every=0, batch_size=8)
-        started.append(LaunchedForReal(config, ranks=2, TRAINER="real"))
-        return started[-1]
+        config = tiny_real_config(out, steps=STEPS, save_every=4, eval_every=0)
+        launched = LaunchedForReal(config, ranks=2, TRAINER="paced", HOLD_AT=str(HELD))
+        started.append(launched)
+        launched.until_step(HELD, ranks=2)
+        return launched
 
     yield start
     for launched in started:
@@ -75,11 +77,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 def asked_for_stacks(two_ranks, tmp_path_factory) -> LaunchedForReal:
     """A whole run whose store is attacked, and in which everything an operator finds gets USR1 once."""
     launched = two_ranks(tmp_path_factory.mktemp("unbroken"))
-    launched.until_step(5)
     launched.listening = listening_addresses(psutil.Process(launched.process.pid))
     launched.attack_stores()
     for process in launched.found_by_operators():
         process.send_signal(signal.SIGUSR1)
+    launched.let_go_on()
     assert launched.wait(200) == 0, launched.told()
     return launched
 
@@ -118,8 +120,8 @@ def test_usr1_gives_the_stacks_of_every_rank_and_training_continues(asked_for_st
 
 def test_a_killed_rank_is_restarted_and_the_weights_end_identical(two_ranks, asked_for_stacks, tmp_path) -> None:
     launched = two_ranks(tmp_path)
-    launched.until_step(13)
     os.kill(launched.worker_pid(rank=1), signal.SIGKILL)
+    launched.let_go_on()
     assert launched.wait(200) == 0, launched.told()
     assert "restart" in launched.events()
     assert_same_end(launched.run, asked_for_stacks.run)
@@ -127,9 +129,9 @@ def test_a_killed_rank_is_restarted_and_the_weights_end_identical(two_ranks, ask
 
 def test_pkill_of_everything_saves_and_ends_with_four(two_ranks, tmp_path) -> None:
     launched = two_ranks(tmp_path)
-    launched.until_step(5)
     for process in launched.found_by_operators():
         process.send_signal(signal.SIGTERM)
+    launched.let_go_on()
     assert launched.wait(200) == 4, launched.told()
     assert launched.run.checkpoints()[-1] == launched.beats()[-1].step
     assert {launched.beats(rank)[-1].phase for rank in (0, 1)} == {"halted"}
