@@ -15,13 +15,12 @@ from tamis.cli.common import (
     Verb,
     Verbs,
     Words,
-    announced,
     loading_torch,
     resolve,
     split,
 )
 from tamis.config import ConfigError, load_config
-from tamis.run.files.console import print_line
+from tamis.run.files.console import announced, print_line
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.hardware import read_gpus
 
@@ -87,7 +86,8 @@ def verify_checkpoint(
     loading_torch()
     from tamis.checkpoint.file import verify_loading
 
-    verify_loading(checkpoint, resolved)
+    with announced(f"loading {checkpoint}"):
+        verify_loading(checkpoint, resolved)
     print_line(f"{checkpoint} loads")
 
 

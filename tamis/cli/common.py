@@ -1,13 +1,10 @@
-"""What the verbs share: help panels, the arguments that name a configuration, and announcements of long work."""
+"""What the verbs share: help panels, and the arguments that name a configuration."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -17,13 +14,11 @@ from typer.core import TyperCommand, TyperGroup
 from tamis import __version__
 from tamis.config import Config, ConfigError, known_keys, load_config
 from tamis.config.legacy import variable_overrides
-from tamis.run.background import repeated
 from tamis.run.files.console import say
 from tamis.run.files.hardware import read_gpus
 from tamis.run.plan import choose_config
 
 TRAIN, WATCH, CHECK, USE, MEASURE = "Train", "Watch and hand over", "Check", "Use the model", "Measure"
-REMIND_EVERY_S = 10.0
 
 Words = Annotated[
     list[str] | None,
@@ -99,16 +94,3 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 def loading_torch(stream: TextIO | None = None) -> None:
     """Print a first line before torch loads, which takes several seconds."""
     say(f"{__version__}: loading torch …", stream)
-
-
-@contextmanager
-def announced(work: str) -> Iterator[None]:
-    """Announce long-running work on stderr and print a reminder every 10 s, so it never looks hung."""
-    began = time.monotonic()
-
-    def remind() -> None:
-        say(f"still {work}, {time.monotonic() - began:.0f} s so far", sys.stderr)
-
-    say(f"{work} …", sys.stderr)
-    with repeated(REMIND_EVERY_S, remind):
-        yield

@@ -21,7 +21,7 @@ from tamis.config.process import set_process_defaults
 from tamis.run.files.console import (
     discard_unwritable_output,
     open_closed_streams,
-    printable,
+    print_error,
     replace_unencodable,
     say,
 )
@@ -128,7 +128,7 @@ def guarded(work: Callable[[], Any], debug: bool) -> int:
             raise
         message, code = _explained(error)
         if message:
-            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+            print_error(f"error: {message}")
         return code
     finally:
         discard_unwritable_output()

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tamis.cli.common import MEASURE, Verb, Verbs, Words, announced, loading_torch, resolve
+from tamis.cli.common import MEASURE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.run.files.console import announced
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)

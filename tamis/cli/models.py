@@ -18,14 +18,14 @@ from tamis.cli.common import (
     Verb,
     Verbs,
     Words,
-    announced,
     loading_torch,
     resolve,
     split,
     tokenizer_override,
 )
 from tamis.config import Config, load_config
-from tamis.run.files.console import print_line
+from tamis.run.files.console import announced, print_line
+from tamis.run.locate import existing_model
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
@@ -42,8 +42,11 @@ Checkpoint = Annotated[
 @verb()
 def generate(
     checkpoint: Checkpoint,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT…", help="texts to continue; by default what stdin holds")
+    ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="text to continue; may be given several times")
+        list[str] | None, typer.Option(metavar="TEXT", help="the same; may be given several times")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="a file with one prompt a line")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to generate")] = 200,
@@ -59,14 +62,19 @@ def generate(
 ) -> None:
     """Continue a prompt from a checkpoint; text streams to stdout, speed to stderr.
 
-    Example: tamis generate artifacts/train_showcase --prompt "Fellow citizens" --max-new-tokens 100
+    Examples:
+
+      tamis generate artifacts/train_showcase "Fellow citizens" --max-new-tokens 100
+
+      tamis generate artifacts/train_showcase < opening.txt
     """
+    existing_model(checkpoint)
     loading_torch(sys.stderr)
     from tamis.generate.sample import generate_command
 
     generate_command(
         checkpoint,
-        prompt,
+        [*(prompts or []), *(prompt or [])],
         prompt_file,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -101,6 +109,7 @@ def serve(
 
       TAMIS_API_KEY=… tamis serve artifacts/m7c_125m --host 0.0.0.0 --port 8080
     """
+    existing_model(checkpoint)
     loading_torch(sys.stderr)
     from tamis.serve.command import serve_model
 
@@ -129,6 +138,7 @@ def evaluate(
 
       tamis eval artifacts/m7c_125m --tasks tasks/ --shots 5
     """
+    existing_model(checkpoint)
     loading_torch(sys.stderr)
     from tamis.evaluate.command import evaluate_model
 
@@ -153,6 +163,8 @@ def export(
 
       tamis export artifacts/m7c_125m exported/m7c --upload me/m7c
     """
+    existing_model(checkpoint)
+    loading_torch(sys.stderr)
     from tamis.generate.export import export_command
     from tamis.generate.upload import require_upload, upload_folder
 
@@ -160,7 +172,8 @@ def export(
         require_upload(upload)
     elif public:
         raise ValueError("--public is for a repository on the hub: give --upload OWNER/NAME with it")
-    export_command(checkpoint, folder, precision=precision)
+    with announced(f"exporting {checkpoint}"):
+        export_command(checkpoint, folder, precision=precision)
     if upload is not None:
         with announced(f"uploading {folder} to {upload}"):
             page = upload_folder(folder, upload, public=public)
@@ -185,12 +198,16 @@ def convert(
 
     Example: tamis convert artifacts/m7c_125m/checkpoint_step5000.pt m7c.safetensors
     """
+    existing_model(checkpoint)
+    loading_torch(sys.stderr)
     from tamis.checkpoint.convert import convert_checkpoint
     from tamis.run.files.manifest import newest_or_itself
     from tamis.run.handover.redaction import redactor
 
     rewrite = redactor(os.environ) if redact else None
-    print_line(f"written: {convert_checkpoint(newest_or_itself(checkpoint), target, kind, rewrite)}")
+    with announced(f"converting {checkpoint}"):
+        written = convert_checkpoint(newest_or_itself(checkpoint), target, kind, rewrite)
+    print_line(f"written: {written}")
 
 
 @data_verb("prepare")
@@ -211,7 +228,9 @@ def data_prepare(
     from tamis.data.prepare import prepare
 
     words = [*(words or []), *tokenizer_override(tokenizer)]
-    made = prepare(resolve(words), out, workers=workers, report=print_line)
+    config = resolve(words)
+    with announced(f"tokenising {config.data.dataset} into {out}") as tell:
+        made = prepare(config, out, workers=workers, report=tell)
     print_line(f"done: {made.summary}; train on it: tamis run --data {shlex.quote(str(out))}")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tamis.cli.common import WATCH, RunDir, Verb, Verbs, Words, resolve
-from tamis.run.files.console import print_line
+from tamis.run.files.console import announced, counted, print_line
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
@@ -145,8 +145,9 @@ def report(
     from tamis.run.locate import existing_run
 
     directory = existing_run(run)
-    print_line(f"reading and judging {directory.path} …")
-    print_line(f"report: {write_report(directory, None if against is None else existing_run(against))}")
+    with announced(f"reading and judging {directory.path}"):
+        page = write_report(directory, None if against is None else existing_run(against))
+    print_line(f"report: {page}")
 
 
 @verb()
@@ -166,7 +167,10 @@ def compare(
     from tamis.run.handover.compare import compare_runs
     from tamis.run.locate import existing_run
 
-    print_line(compare_runs([existing_run(run) for run in runs], any_data, page))
+    directories = [existing_run(run) for run in runs]
+    with announced(f"reading {counted(len(runs), 'run')}"):
+        comparison = compare_runs(directories, any_data, page)
+    print_line(comparison)
 
 
 @verb()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tamis.data import DataError
 from tamis.evaluate.held_out import bits_per_byte, held_out_batches, text_batches
 from tamis.evaluate.scoring import TaskResult, score_task
 from tamis.evaluate.tasks import Task, read_tasks
 from tamis.generate.load import LoadedModel, load_model
-from tamis.run.files.console import say
+from tamis.run.files.console import announced, say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import utc, write_json_atomic
-
-PROGRESS_EVERY_S = 2.0
 
 
 def evaluate_model(
@@ -38,7 +38,8 @@ def evaluate_model(
         text: a file to measure bits per byte on, instead of the run's own held-out text.
     """
     wanted = read_tasks(tasks, shots, limit) if tasks is not None else []  # refused before the model loads
-    loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
+    with announced(f"loading {checkpoint}"):
+        loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
     weight = loaded.model.embedding.weight
     say(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", sys.stderr)
     figures = {task.name: _measure_task(loaded, task) for task in wanted}
@@ -68,7 +69,6 @@ def _folder_of(checkpoint: Path) -> RunDirectory:
 
 def _measure_text(loaded: LoadedModel, text: str | Path | None) -> float | None:
     """Return bits per byte; None, with the reason printed, where the run's own text cannot be read."""
-    say("bits per byte on held-out text …", sys.stderr)
     if text is not None:
         batches, packed = text_batches(loaded, text), False
     else:
@@ -77,27 +77,21 @@ def _measure_text(loaded: LoadedModel, text: str | Path | None) -> float | None:
         except DataError as error:
             say(f"bits per byte are not measured, give a file by --text: {error}", sys.stderr)
             return None
-    bits = bits_per_byte(loaded.model, loaded.tokenizer, batches, packed)
+    with announced("measuring bits per byte on held-out text") as tell:
+        bits = bits_per_byte(loaded.model, loaded.tokenizer, _told(batches, tell), packed)
     return None if bits is None else round(bits, 5)
 
 
+def _told(batches: list[np.ndarray], tell: Callable[[object], None]) -> Iterator[np.ndarray]:
+    for number, batch in enumerate(batches, 1):
+        tell(f"batch {number} of {len(batches)}")
+        yield batch
+
+
 def _measure_task(loaded: LoadedModel, task: Task) -> dict[str, Any]:
-    result, _ = score_task(loaded.model, loaded.tokenizer, task, _progress_of(task.name))
+    with announced(f"scoring {task.name}") as tell:
+        result, _ = score_task(loaded.model, loaded.tokenizer, task, lambda share: tell(f"{share:.0%} done"))
     return _figures(task, result)
-
-
-def _progress_of(name: str) -> Callable[[float], None]:
-    """Return a function that prints the share done, every two seconds at most."""
-    say(f"{name} …", sys.stderr)
-    printed_at = time.monotonic()
-
-    def progress(share: float) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at > PROGRESS_EVERY_S:
-            printed_at = time.monotonic()
-            say(f"{name}: {share:.0%}", sys.stderr)
-
-    return progress
 
 
 def _figures(task: Task, result: TaskResult) -> dict[str, Any]:

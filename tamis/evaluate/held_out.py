@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def text_batches(loaded: LoadedModel, path: str | Path) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Decoder, tokenizer: Tokenizer, batches: Sequence[np.ndarray], packed: bool) -> float | None:
+def bits_per_byte(model: Decoder, tokenizer: Tokenizer, batches: Iterable[np.ndarray], packed: bool) -> float | None:
     """Return the mean bits needed for one byte of text; end-of-text is not predicted. None without text.
 
     Args:

@@ -22,7 +22,7 @@ from tamis.config import Config
 from tamis.data.tokenizer import Tokenizer
 from tamis.generate.load import LoadedModel, load_model
 from tamis.model import Decoder
-from tamis.run.files.console import print_line, printable
+from tamis.run.files.console import announced, print_line, printable
 
 PREFILL_TILE = 4096  # prompt tokens read at a time: bounds the memory of a long prompt's activations
 WARM_UP_STEPS = 3  # compile kernels and set up libraries before the capture
@@ -238,9 +238,10 @@ def generate_command(
     out, notes = out or sys.stdout, notes or sys.stderr
     sampling = Sampling(temperature, top_k, top_p, seed)
     texts = gather_prompts(prompts, prompt_file)
-    loaded = load_model(
-        checkpoint, expected=config, max_len=max_len, rope_scale=rope_scale, device=device, precision=precision
-    )
+    with announced(f"loading {checkpoint}"):
+        loaded = load_model(
+            checkpoint, expected=config, max_len=max_len, rope_scale=rope_scale, device=device, precision=precision
+        )
     weight = loaded.model.embedding.weight
     print_line(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", notes)
     run = _stream if len(texts) == 1 else _collect
@@ -249,7 +250,7 @@ def generate_command(
 
 
 def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) -> list[str]:
-    """Return the prompts given, then those of the file, one per line; blank lines are skipped."""
+    """Return the prompts given, then those of the file, one per line without blank ones; else all of stdin."""
     texts = list(prompts or [])
     if prompt_file is not None:
         try:
@@ -257,8 +258,10 @@ def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) ->
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"prompt file {prompt_file} cannot be read: {error}") from None
         texts += [line for line in lines if line.strip()]
+    elif not texts and not sys.stdin.isatty():
+        texts = [text] if (text := sys.stdin.read().strip("\n")) else []
     if not texts:
-        raise ValueError("there is no prompt: give one with --prompt TEXT, or a file of them with --prompt-file")
+        raise ValueError("there is no prompt: write it after the checkpoint, or give a file of them by --prompt-file")
     if not all(texts):
         raise ValueError("a prompt is empty: give at least one character to continue from")
     return texts

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
 from tamis.config import Config
+from tamis.run.background import signals_handled
 from tamis.run.copies.child_process import is_copied
 from tamis.run.cost import money
 from tamis.run.eta import duration_text
@@ -40,7 +40,8 @@ class AfterEnd:
     def run(self, code: int) -> None:
         if code in WITHOUT_ON_END or not self._has_trained():
             return
-        with self._signals_handled():
+        stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._on_stop)
+        with signals_handled({**stops, signal.SIGHUP: signal.SIG_IGN}):
             if self.config.cost.on_end:
                 self._run_on_end_after_grace()
             if self.config.notify.idle_hours:
@@ -111,15 +112,5 @@ class AfterEnd:
     def _is_launched_again(self) -> bool:
         return any(RunLock(lock).is_held() for lock in (self.out.lock, self.out.launch_lock, self.out.trainer_lock))
 
-    @contextmanager
-    def _signals_handled(self) -> Iterator[None]:
-        def stop(*_: Any) -> None:
-            self._stop.set()
-
-        handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: signal.SIG_IGN}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop.set()

@@ -1,10 +1,12 @@
-"""Repeated work in a thread that lives exactly as long as a block."""
+"""Repeated work in a thread, and signal handlers, that live exactly as long as a block."""
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from tamis.run.files.console import say
 
@@ -34,3 +36,14 @@ def repeated(every_s: float, work: Callable[[], object]) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def signals_handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Handle these signals while the block runs; the handlers from before come back after it."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

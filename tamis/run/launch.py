@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -280,7 +281,9 @@ def start_detached(command: list[str], out: RunDirectory) -> int:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    say(f"launched in the background as process {process.pid}. Watch: tail -f {log}   Halt: touch {out.halt}")
+    run = shlex.quote(str(out.path))
+    say(f"launched in the background as process {process.pid}; its output goes to {log}")
+    say(f"watch: tamis monitor {run}   log: tamis logs {run} --follow   halt: tamis halt {run}")
     locks = (RunLock(out.lock), RunLock(out.launch_lock))
     wait_until(lambda: any(lock.is_held() for lock in locks) or process.poll() is not None, DETACHED_START_S)
     if process.returncode:

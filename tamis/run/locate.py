@@ -30,9 +30,22 @@ def no_run_in(path: str | Path) -> str:
     """Return a sentence: what the path is instead, and the runs nearby."""
     path = Path(path)
     state = "holds no run" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
+    return f"{path} {state}; give the directory that train.out_dir names ({_known_runs(path)})"
+
+
+def _known_runs(path: Path) -> str:
     runs = runs_near(path)
-    known = f"runs here: {', '.join(map(str, runs))}" if runs else "there is no run here yet, tamis run starts one"
-    return f"{path} {state}; give the directory that train.out_dir names ({known})"
+    return f"runs here: {', '.join(map(str, runs))}" if runs else "there is no run here yet, tamis run starts one"
+
+
+def existing_model(path: Path) -> Path:
+    """The path as it is; one that does not exist is refused with the checkpoints or runs nearby, before torch loads."""
+    if path.exists():
+        return path
+    if steps := RunDirectory(path.parent).checkpoints():
+        raise NoSuchRun(f"{path} does not exist; {path.parent} has checkpoints of steps {', '.join(map(str, steps))}")
+    kinds = "a checkpoint, a run's directory, an exported folder or weights"
+    raise NoSuchRun(f"{path} does not exist; give {kinds} ({_known_runs(path)})")
 
 
 def runs_near(path: Path) -> list[Path]:

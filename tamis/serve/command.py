@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from tamis.generate.load import load_model
-from tamis.run.files.console import say
+from tamis.run.files.console import announced, say
 from tamis.serve.engine import Engine, rows_that_fit
 
 KEY_VARIABLE = "TAMIS_API_KEY"
@@ -42,7 +42,8 @@ def serve_model(
         )
     template = None if chat_template is None else _read(chat_template)
     listener = _listen(host, port)
-    loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
+    with announced(f"loading {checkpoint}"):
+        loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
     length, kind = max_len or loaded.model.max_len, loaded.model.embedding.weight.device.type
     engine = Engine(loaded.model, rows or rows_that_fit(loaded.model, length, MOST_ROWS[kind]), length)
     name = loaded.config.model.name

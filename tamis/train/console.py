@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 
-from tamis.run.files.console import LIVE_VARIABLE, REWRITE, say, write
+from tamis.run.files.console import REWRITE, ends_on_terminal, print_error, say, styled, write
 
 Z_LEAST = 10  # with fewer earlier values a z-score means nothing
-Z_WINDOW = 128  # logged steps a loss is compared with
+Z_WINDOW = 128  # steps a loss is compared with
+Z_SHOWN = 4.0  # z-scores from here on are printed
 RATE_WINDOW = 50  # steps whose median time gives the ETA
 
 
@@ -26,7 +26,7 @@ class Console:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
-        self.live = rank == 0 and (sys.stdout.isatty() or os.environ.get(LIVE_VARIABLE) == "1")
+        self.live = rank == 0 and ends_on_terminal(sys.stdout)
         self._line_open = False
 
     def say(self, text: str) -> None:
@@ -41,7 +41,7 @@ class Console:
     def error(self, text: str) -> None:
         """Print an error of this rank to stderr."""
         who = f" on rank {self.rank}" if self.world_size > 1 else ""
-        write(f"error{who}: {text}\n", sys.stderr)
+        print_error(f"error{who}: {text}")
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -55,11 +55,17 @@ class Console:
         """Print a logged step; on a terminal, show the other steps in one line that is rewritten each time."""
         if self.live:
             # A line that wraps cannot be rewritten, so it is cut to the terminal; logged lines stay whole.
-            shown = f"{text}\n" if is_logged else text[: shutil.get_terminal_size().columns - 1]
-            write(REWRITE + shown)
+            shown = text if is_logged else text[: shutil.get_terminal_size().columns - 1]
+            write(REWRITE + " | ".join(map(_styled_cell, shown.split(" | "))) + ("\n" if is_logged else ""))
             self._line_open = not is_logged
         elif self.rank == 0 and is_logged:
             write(f"{text}\n")
+
+
+def _styled_cell(cell: str) -> str:
+    """A cell of a step's line: unusual values in yellow, the loss in bold."""
+    style = "yellow" if cell.endswith("σ)") else "bold" if cell.startswith("loss") else None
+    return styled(cell, style, sys.stdout) if style else cell
 
 
 class ZScore:
@@ -77,6 +83,11 @@ class ZScore:
         mean = sum(earlier) / len(earlier)
         deviation = math.sqrt(sum((v - mean) ** 2 for v in earlier) / len(earlier))
         return (value - mean) / deviation if deviation > 0 else 0.0
+
+
+def unusual(z: float | None) -> str:
+    """` (+5.1σ)` for a value that far from the mean of the recent ones, in standard deviations; else empty."""
+    return f" ({z:+.1f}σ)" if z is not None and abs(z) >= Z_SHOWN else ""
 
 
 class Pace:

@@ -17,7 +17,7 @@ from tamis.config.size import GIB
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import HeartbeatWriter, Phase
 from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, Sample
-from tamis.train.console import Console, Pace, ZScore
+from tamis.train.console import Console, Pace, ZScore, unusual
 from tamis.train.distributed import Ranks
 from tamis.train.loggers import CurveLogger, open_loggers
 from tamis.train.mfu import Utilisation
@@ -138,13 +138,10 @@ class Telemetry:
 
     def _line(self, finished: FinishedStep, rate: float) -> str:
         launched, steps = finished.launched, self.config.train.steps
-        z_loss, z_norm = (
-            "" if z is None else f" ({z:+.2f}z)"
-            for z in (self.z_loss.of(finished.loss), self.z_norm.of(finished.grad_norm))
-        )
+        z_loss, z_norm = unusual(self.z_loss.of(finished.loss)), unusual(self.z_norm.of(finished.grad_norm))
         return (
-            f"step {launched.step:>{len(str(steps))}}/{steps} | loss {finished.loss:.4f}{z_loss} | "
-            f"norm {finished.grad_norm:.3f}{z_norm} | lr {launched.lr:.2e} | {rate:,.0f} tok/s | "
+            f"step {launched.step:>{len(str(steps))}}/{steps} | loss {finished.loss:7.4f}{z_loss} | "
+            f"norm {finished.grad_norm:6.3f}{z_norm} | lr {launched.lr:.2e} | {rate:7,.0f} tok/s | "
             f"ETA {self.pace.eta(steps - launched.step)}"
         )
 

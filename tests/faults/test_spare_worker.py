@@ -69,7 +69,7 @@ def start_spare(tmp_path: Path) -> Iterator[Callable[..., tuple[SpareWorker, lis
     spares: list[SpareWorker] = []
 
     def start(module: str = "tests.faults.fake_trainer") -> tuple[SpareWorker, list[str]]:
-        spares.append(spare := SpareWorker(tmp_path / "log", Screen()))
+        spares.append(spare := SpareWorker(tmp_path / "log", (Screen(1), Screen(2))))
         command = [sys.executable, "-m", module, "--help"]
         spare.start(command)
         return spare, command

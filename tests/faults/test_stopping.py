@@ -96,7 +96,7 @@ def test_a_worker_that_gets_term_is_not_restarted(launching) -> None:
 def test_a_detached_launch_returns_at_once_and_trains_on_in_its_own_session(launching) -> None:
     launched = launching(steps=20, detach=True)
     assert launched.wait() == 0
-    assert "launched in the background" in launched.told() and str(launched.run.halt) in launched.told()
+    assert "launched in the background" in launched.told() and f"tamis halt {launched.run.path}" in launched.told()
     deadline = time.monotonic() + PATIENCE_S
     while not (launched.run.events.exists() and launched.events()[-1] == "end"):
         assert time.monotonic() < deadline

@@ -6,7 +6,7 @@ import pytest
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import write_info
-from tamis.run.locate import NoSuchRun, existing_run, no_run_in, runs_near
+from tamis.run.locate import NoSuchRun, existing_model, existing_run, no_run_in, runs_near
 
 
 @pytest.fixture
@@ -62,3 +62,17 @@ def test_the_folder_of_a_launchs_logs_leads_to_its_run(runs: Path) -> None:
 def test_where_nothing_ever_ran_the_first_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert no_run_in("artifacts/x").endswith("(there is no run here yet, tamis run starts one)")
+
+
+def test_a_model_that_is_not_there_is_answered_with_the_checkpoints_or_runs_nearby(runs: Path) -> None:
+    run = RunDirectory("artifacts/m7c_125m")
+    assert existing_model(run.path) == run.path
+    for step in (50, 100):
+        run.checkpoint(step).touch()
+        run.manifest(step).touch()
+    with pytest.raises(
+        NoSuchRun, match=r"step7.pt does not exist; artifacts/m7c_125m has checkpoints of steps 50, 100"
+    ):
+        existing_model(run.checkpoint(7))
+    with pytest.raises(NoSuchRun, match=r"give a checkpoint, a run's directory, .* \(runs here: artifacts/m7c_125m"):
+        existing_model(Path("m7c_125m"))

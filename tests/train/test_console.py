@@ -2,8 +2,8 @@
 
 import pytest
 
-from tamis.run.files.console import LIVE_VARIABLE, REWRITE
-from tamis.train.console import Console, Pace, ZScore, duration
+from tamis.run.files.console import LIVE_VARIABLE, REWRITE, LogFilter
+from tamis.train.console import Console, Pace, ZScore, duration, unusual
 
 
 def test_in_a_log_only_logged_steps_get_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +17,7 @@ def test_on_a_terminal_other_steps_rewrite_one_line_and_a_message_does_not_land_
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LIVE_VARIABLE, "1")
+    monkeypatch.setenv("NO_COLOR", "1")
     console = Console()
     console.step("step 1", is_logged=False)
     console.step("step 2", is_logged=False)
@@ -55,3 +56,21 @@ def test_the_eta_is_the_median_step_and_unknown_before_the_first() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0m00s"), (59.6, "1m00s"), (3599, "59m59s"), (7261, "2h01m")])
 def test_durations_are_formatted_as_minutes_or_hours(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_terminal_gets_colours_unless_no_color_is_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIVE_VARIABLE, "12")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    console, line = Console(), f"step 20/30 | loss  9.9000{unusual(5.04)} | norm  1.200{unusual(3.9)}"
+    console.step(line, is_logged=True)
+    console.error("the data failed")
+    shown = capsys.readouterr()
+    assert shown.out == f"{REWRITE}step 20/30 | \x1b[33mloss  9.9000 (+5.0σ)\x1b[0m | norm  1.200\n"
+    assert shown.err == "\x1b[31merror:\x1b[0m the data failed\n"
+    assert LogFilter().feed(shown.out.encode()).decode() == f"{line}\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.step(line, is_logged=True)
+    assert capsys.readouterr().out == f"{REWRITE}{line}\n"

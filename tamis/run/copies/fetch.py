@@ -9,19 +9,16 @@ import tempfile
 from pathlib import Path
 
 from tamis.config import Config, ConfigError, load_config
-from tamis.run.background import repeated
 from tamis.run.copies.copier import own_id
 from tamis.run.copies.index import StepCopy, complete_copies, is_tokenizer, newest_first, write_owner
 from tamis.run.copies.store import Store, open_store
-from tamis.run.files.console import say
+from tamis.run.files.console import announced, say
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import MIB
 from tamis.run.files.identity import require_same_run
 from tamis.run.files.lock import RunLock, require_no_trainer
 from tamis.run.files.manifest import latest_valid_checkpoint, remove, sha256_of
 from tamis.run.files.records import sync_directory
-
-REMIND_EVERY_S = 10.0
 
 
 class DamagedCopy(Exception):
@@ -35,8 +32,8 @@ def fetch_newest(url: str, config_path: str | None, overrides: list[str]) -> tup
     needs. Nothing of a damaged copy reaches the run directory.
     """
     store = open_store(url)
-    say(f"looking for the newest copy in {url} …")
-    copies = newest_first(complete_copies(store))
+    with announced(f"looking for the newest copy in {url}"):
+        copies = newest_first(complete_copies(store))
     if not copies:
         raise ConfigError(f"{url} holds no complete copy of a run: check the address, which is its copy.to")
     for copy in copies:
@@ -80,8 +77,7 @@ def _bring_back(store: Store, copy: StepCopy, run: RunDirectory) -> None:
     """Download into a folder of its own, verify everything, then move it into place with the manifest last."""
     stage = run.path / ".fetched"
     size = sum(entry.bytes for entry in copy.files.values())
-    say(f"fetching the copy of step {copy.step}, {size / MIB:,.1f} MiB …")
-    with repeated(REMIND_EVERY_S, lambda: say("still fetching …")):
+    with announced(f"fetching the copy of step {copy.step}, {size / MIB:,.1f} MiB"):
         for name in copy.files:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
         _download(store, copy, list(copy.files), stage)

@@ -24,7 +24,7 @@ from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.file_problems import file_problems
-from tamis.run.files.console import print_line, printable_line
+from tamis.run.files.console import announced, print_line, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -63,16 +63,19 @@ def write_bundle(
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
     output = output or directory.path.parent / f"{directory.path.resolve().name}_handoff_{stamp}.tar"
     output.parent.mkdir(parents=True, exist_ok=True)
-    say(f"collecting, judging and packing {directory.path} …")
     remove_abandoned_scratch(output.parent)
     prefix = f"{SCRATCH}{os.getpid()}_"
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as scratch:  # a rename moves it to output
-        folder = Path(scratch) / output.stem
-        folder.mkdir()
-        missing = collect(directory, folder, os.environ if environment is None else environment, repository, say)
-        pack(folder, output)
-    problems = verify_bundle(output)
-    write_text_atomic(output.with_name(output.name + ".sha256"), f"{sha256_of(output)}  {output.name}\n")
+    environment = os.environ if environment is None else environment
+    with announced(f"collecting, judging and packing {directory.path}") as tell:
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as scratch:  # a rename moves it to output
+            folder = Path(scratch) / output.stem
+            folder.mkdir()
+            missing = collect(directory, folder, environment, repository, say)
+            tell("packing")
+            pack(folder, output)
+        tell("verifying")
+        problems = verify_bundle(output)
+        write_text_atomic(output.with_name(output.name + ".sha256"), f"{sha256_of(output)}  {output.name}\n")
     state = "damaged" if problems else "incomplete" if missing else "complete and verified"
     say(f"bundle: {output} ({output.stat().st_size / 1e6:,.1f} MB), {state}")
     for line in [*missing, *problems]:

@@ -25,8 +25,8 @@ PRELOAD = "tamis.run.worker.preload"
 class SpareWorker:
     """At most one process that can become the next worker, and what it was started with."""
 
-    def __init__(self, log: Path, screen: Screen) -> None:
-        self.log, self.screen = log, screen
+    def __init__(self, log: Path, screens: tuple[Screen, Screen]) -> None:
+        self.log, self.screens = log, screens
         self._workers: WorkerProcesses | None = None
         self._started_with: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ class SpareWorker:
         self._started_with = _started_with(command)
         program, module, _ = _split(command)
         with contextlib.suppress(OSError):  # no memory, too many processes: the run goes on without
-            self._workers = WorkerProcesses([*program, PRELOAD, module], self.log, self.screen, stdin=subprocess.PIPE)
+            self._workers = WorkerProcesses([*program, PRELOAD, module], self.log, self.screens, stdin=subprocess.PIPE)
 
     def take(self, command: Sequence[str]) -> WorkerProcesses | None:
         """Hand the arguments to the process, which is the worker from then on; None if it cannot be used."""

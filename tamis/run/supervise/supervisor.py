@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from tamis.config import Config
+from tamis.run.background import signals_handled
 from tamis.run.cost import CostMeter, metered
 from tamis.run.file_problems import file_problems
 from tamis.run.files.console import counted, say
@@ -111,17 +111,23 @@ class Supervisor:
         self.meter = options.meter or CostMeter(config, run)
         self.cost_limit: str | None = None  # in words, once it is reached
         self.term_at = math.inf  # monotonic; the end of the patience for a halt at the cost limit
-        self.screen = Screen()
+        self.screens = Screen(1), Screen(2)
         self.events = EventLog(run, by="supervisor", say=self._say)
         self.watchdog = Watchdog(run, options.limits or _with_estimate(limits_for(config), run))
         self.checkpoint_check = FirstCheckpointCheck(run, config, self.events)
-        self.spare = SpareWorker(log, self.screen)
+        self.spare = SpareWorker(log, self.screens)
         self.asked_to_stop = 0  # number of TERM and INT received
         self.kill_at: float | None = None  # monotonic; set when TERM was passed on
         self.killed = False
 
     def run_to_its_end(self) -> int:
-        with self._signals_handled():
+        handlers = {
+            signal.SIGTERM: self._on_stop,
+            signal.SIGINT: self._on_stop,
+            signal.SIGHUP: self._on_hangup,
+            signal.SIGUSR1: signal.SIG_IGN,  # inherited by torchrun, which it would end
+        }
+        with signals_handled(handlers):
             self._prepare()
             try:
                 return self._attempts()
@@ -171,7 +177,7 @@ class Supervisor:
         self.watchdog.begin(self.processes)
         since = "from the beginning" if checkpoint is None else f"from {checkpoint.name}"
         spare = self.spare.take(command)
-        workers = spare or WorkerProcesses(command, self.log, self.screen)
+        workers = spare or WorkerProcesses(command, self.log, self.screens)
         self.events.record(
             "start",
             f"{counted(self.processes, 'worker')} {since}",
@@ -321,21 +327,6 @@ class Supervisor:
         if lock.is_held():
             raise RunLocked(lock.refusal())
 
-    @contextmanager
-    def _signals_handled(self) -> Iterator[None]:
-        handlers: dict[int, Any] = {
-            signal.SIGTERM: self._on_stop,
-            signal.SIGINT: self._on_stop,
-            signal.SIGHUP: self._on_hangup,
-            signal.SIGUSR1: signal.SIG_IGN,  # inherited by torchrun, which it would end
-        }
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_stop += 1
 
@@ -343,7 +334,7 @@ class Supervisor:
         """Continue without the terminal; the output is in the log."""
 
     def _say(self, message: str) -> None:
-        self.screen.say(message)
+        self.screens[0].say(message)
         if self.run.is_still_held():
             with suppress(OSError), open_to_append(self.log) as file:
                 file.write(message.encode() + b"\n")

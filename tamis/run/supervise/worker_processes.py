@@ -43,10 +43,10 @@ def torchrun_command(processes: int) -> list[str]:
 
 
 class Screen:
-    """Standard output that may close or freeze without blocking the training behind it."""
+    """Standard output (1) or error (2), which may close or freeze without blocking the training behind it."""
 
-    def __init__(self) -> None:
-        self._descriptor: int | None = _own_standard_output()
+    def __init__(self, number: int = 1) -> None:
+        self._descriptor: int | None = _own_stream(number)
         self._frozen = False
 
     def write(self, data: bytes) -> None:
@@ -76,21 +76,20 @@ class Screen:
             return 0
 
 
-def _own_standard_output() -> int:
-    """Standard output opened again where it can block: O_NONBLOCK then applies to this process and not to the shell."""
+def _own_stream(number: int) -> int:
+    """A standard stream opened again where it can block: O_NONBLOCK then applies to this process alone."""
     try:
-        if stat.S_ISREG(os.fstat(1).st_mode):
-            return 1
-        return os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return number
+        return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
-        return 1
+        return number
 
 
 def _screen_variables() -> dict[str, str]:
-    """Tell workers, whose output is a pipe, whether it ends on a terminal and how wide that is."""
-    if not os.isatty(1):
-        return {LIVE_VARIABLE: "0"}
-    return {LIVE_VARIABLE: "1", "COLUMNS": str(os.get_terminal_size(1).columns)}
+    """Tell workers, whose output is a pipe, which streams end on a terminal and how wide it is."""
+    live = {LIVE_VARIABLE: "".join(str(number) for number in (1, 2) if os.isatty(number))}
+    return live | ({"COLUMNS": str(os.get_terminal_size(1).columns)} if os.isatty(1) else {})
 
 
 def worker_environment() -> dict[str, str]:
@@ -105,21 +104,23 @@ def worker_environment() -> dict[str, str]:
 class WorkerProcesses:
     """The trainer's processes of one attempt."""
 
-    def __init__(self, command: Sequence[str], log: Path, screen: Screen, stdin: int = subprocess.DEVNULL) -> None:
-        reader, writer = os.pipe()
-        with contextlib.suppress(OSError):  # a user who has many large pipes gets a small one
-            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    def __init__(
+        self, command: Sequence[str], log: Path, screens: tuple[Screen, Screen], stdin: int = subprocess.DEVNULL
+    ) -> None:
+        (out, to_out), (errors, to_errors) = _large_pipe(), _large_pipe()
         self.process = subprocess.Popen(
             command,
             stdin=stdin,
-            stdout=writer,
-            stderr=writer,
+            stdout=to_out,
+            stderr=to_errors,
             env=worker_environment(),
-            pass_fds=(reader,),  # keeps the pipe open when the supervisor is killed, so that workers can print and save
+            pass_fds=(out, errors),  # they stay open when the supervisor is killed, so that workers can print and save
             start_new_session=True,  # Ctrl-C reaches only the supervisor, which then stops the workers in order
         )
-        os.close(writer)
-        self._streaming = threading.Thread(target=_stream, args=(reader, log, screen), daemon=True)
+        os.close(to_out)
+        os.close(to_errors)
+        streams = dict(zip((out, errors), screens, strict=True))
+        self._streaming = threading.Thread(target=_stream, args=(streams, log), daemon=True)
         self._streaming.start()
 
     def has_ended(self) -> bool:
@@ -161,11 +162,23 @@ def _open_log(path: Path) -> IO[bytes]:
         return open(os.devnull, "ab", buffering=0)
 
 
-def _stream(source: int, log: Path, screen: Screen) -> None:
-    """Copy the workers' output until the pipe closes; the pipe is emptied even if terminal and log fail."""
-    log_filter = LogFilter()
-    with os.fdopen(source, "rb", buffering=0) as pipe, _open_log(log) as file:
-        while data := pipe.read(1 << 16):
-            screen.write(data)
-            with contextlib.suppress(OSError):  # a full disk costs the log, not the run
-                file.write(log_filter.feed(data))
+def _large_pipe() -> tuple[int, int]:
+    reader, writer = os.pipe()
+    with contextlib.suppress(OSError):  # a user who has many large pipes gets a small one
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return reader, writer
+
+
+def _stream(screens: dict[int, Screen], log: Path) -> None:
+    """Copy the workers' output until both pipes close; they are emptied even if terminal and log fail."""
+    filters = {pipe: LogFilter() for pipe in screens}
+    with _open_log(log) as file:
+        while filters:
+            for pipe in select.select(list(filters), [], [])[0]:  # stdout first: it explains the error that follows
+                if data := os.read(pipe, 1 << 16):
+                    screens[pipe].write(data)
+                    with contextlib.suppress(OSError):  # a full disk costs the log, not the run
+                        file.write(filters[pipe].feed(data))
+                else:
+                    del filters[pipe]
+                    os.close(pipe)

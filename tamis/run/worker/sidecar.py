@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from tamis.run.files.console import LIVE_VARIABLE, PREFIX, REWRITE
+from tamis.run.files.console import REWRITE, ends_on_terminal, say, write
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import ProcessId
 from tamis.run.files.records import open_new, write_text_atomic
@@ -169,9 +169,9 @@ class Sidecar:
             self.worker.send(signal.SIGKILL)
 
     def report(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            live = os.environ.get(LIVE_VARIABLE) == "1"  # a status line may stand there
-            print(f"{REWRITE if live else ''}{PREFIX}{message}", flush=True)
+        if ends_on_terminal(sys.stdout):  # a status line may stand there
+            write(REWRITE)
+        say(message)
 
     def _new_python_stacks(self) -> str:
         with contextlib.suppress(OSError), open(self.raw, encoding="utf-8", errors="replace") as file:

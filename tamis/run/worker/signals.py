@@ -17,6 +17,7 @@ from typing import Literal
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
+from tamis.run.files.reading import open_to_append
 from tamis.run.worker.sidecar import SUPERVISOR_VARIABLE, echo_window_s, start_sidecar
 
 StopReason = Literal["halt", "term", "int"]
@@ -94,10 +95,9 @@ class StopSignals:
         """Send output to the log: a write to a terminal that is gone fails, and would end the run."""
         with contextlib.suppress(OSError):  # a full or lost disk
             if self._on_terminal:
-                log = os.open(self._run.train_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                for stream in self._on_terminal:
-                    os.dup2(log, stream)
-                os.close(log)
+                with open_to_append(self._run.train_log) as log:  # never waits, as for the reader of a FIFO
+                    for stream in self._on_terminal:
+                        os.dup2(log.fileno(), stream)
         _tell("the terminal is gone (SIGHUP): training continues")
 
 

@@ -1,14 +1,18 @@
 """`[tamis]` lines reach the terminal, and an output that cannot take them ends nothing."""
 
+import contextlib
 import io
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tamis.cli.main import guarded
-from tamis.run.files.console import REWRITE, LogFilter, counted, printable, say
+from tamis.run.files import console
+from tamis.run.files.console import REWRITE, LogFilter, announced, counted, printable, say
 
 SCREEN = f"loading\n{REWRITE}step 1{REWRITE}step 2{REWRITE}step 3\n{REWRITE}step 4\nsaved\npartial".encode()
 LOG = b"loading\nstep 3\nstep 4\nsaved\npartial"
@@ -84,3 +88,45 @@ def test_half_a_character_is_shown_as_an_escape() -> None:
 
 def test_a_count_has_the_plural_where_it_needs_one() -> None:
     assert [counted(1, "process"), counted(2, "process"), counted(0, "log")] == ["1 process", "2 processes", "0 logs"]
+
+
+def test_long_work_is_announced_and_reminders_in_a_log_say_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LOG_EVERY_S", 0.01)
+    seen = ""
+    with announced("measuring") as tell:
+        tell("row 2 of 5")
+        print("{}")  # stdout is for the results
+        while seen.count("\n") < 3:
+            seen += capsys.readouterr().err
+    first, *reminders = seen.splitlines()
+    assert first == "[tamis] measuring …"
+    assert all(line.startswith("[tamis] still measuring, row 2 of 5, ") for line in reminders[1:])
+
+
+def test_on_a_terminal_reminders_rewrite_one_line_that_other_output_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(console, "REWRITE_EVERY_S", 0.01)
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal), contextlib.redirect_stdout(terminal), announced("measuring"):
+        while "still" not in terminal.getvalue():
+            time.sleep(0.001)
+        print("a row")
+        print("begun", end="")
+        unfinished = terminal.getvalue()
+        time.sleep(0.05)
+        assert terminal.getvalue() == unfinished  # a line that has begun is not rewritten
+        print()
+    assert f"{REWRITE}[tamis] still measuring, 0 s so far{REWRITE}a row\n" in terminal.getvalue()
+
+
+def test_an_error_ends_the_reminders() -> None:
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no"), announced("measuring"):
+        raise ValueError("no")
+    assert threading.active_count() == before

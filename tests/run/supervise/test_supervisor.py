@@ -42,26 +42,31 @@ def test_supervision_never_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(tmp_path: Path) -> None:
+def test_workers_are_streamed_to_the_log_and_their_exit_code_is_true(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
-    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", (Screen(1), Screen(2)))
     workers.close()
     assert workers.process.returncode == 7
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
+    assert capfd.readouterr() == ("out\n", "err\n")
 
 
 @pytest.mark.parametrize("in_the_way", [Path.mkdir, os.mkfifo])
 def test_workers_end_even_if_their_log_cannot_be_written(tmp_path: Path, in_the_way) -> None:
     in_the_way(tmp_path / "log")
     script = "import sys; sys.stdout.write('x' * (3 << 20)); sys.exit(7)"  # more than the pipe holds
-    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", (Screen(1), Screen(2)))
     assert workers.process.wait(60) == 7
     workers.close()
 
 
 def test_a_stopped_worker_obeys_term(tmp_path: Path) -> None:
     script = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('ready', flush=True); "
-    workers = WorkerProcesses([sys.executable, "-c", script + "os.kill(os.getpid(), 19)"], tmp_path / "log", Screen())
+    workers = WorkerProcesses(
+        [sys.executable, "-c", script + "os.kill(os.getpid(), 19)"], tmp_path / "log", (Screen(1), Screen(2))
+    )
     while psutil.Process(workers.process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     workers.send(signal.SIGTERM)
@@ -71,7 +76,7 @@ def test_a_stopped_worker_obeys_term(tmp_path: Path) -> None:
 
 def test_killing_workers_also_kills_every_process_they_started(tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
-    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", Screen())
+    workers = WorkerProcesses([sys.executable, "-c", script], tmp_path / "log", (Screen(1), Screen(2)))
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):
         pass
     workers.send(9)

@@ -104,6 +104,19 @@ def test_a_hangup_changes_nothing(tmp_path: Path) -> None:
     assert worker.wait(PATIENCE_S) == 4
 
 
+def test_a_lost_terminal_does_not_wait_for_the_reader_of_a_fifo(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    os.mkfifo(RunDirectory(tmp_path).train_log)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), "0", "0"], stdout=slave, stderr=slave)
+    os.close(slave)
+    assert b"ready" in os.read(master, 100)
+    worker.send_signal(signal.SIGHUP)
+    assert b"terminal is gone" in os.read(master, 100)
+    worker.terminate()
+    assert worker.wait(PATIENCE_S) == 4
+    os.close(master)
+
+
 def test_a_lost_terminal_is_replaced_by_the_log(tmp_path: Path) -> None:
     """A worker whose output is a terminal that goes away."""
     master, slave = os.openpty()
