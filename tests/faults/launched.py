@@ -20,7 +20,6 @@ from tamis.run.files.events import read_events
 from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tamis.run.launch import start_detached
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.restarts import RestartBudget
 from tamis.run.supervise.supervisor import LaunchOptions, supervise
@@ -188,6 +187,8 @@ def assert_ends_as_unbroken(launched: Launched) -> None:
 def main() -> int:
     config = load_config(sys.argv[1])
     if "detach" in sys.argv:
+        from tamis.run.launch import start_detached  # here, because it takes half of this program's imports
+
         command = [sys.executable, "-u", "-m", "tests.faults.launched", *sys.argv[1:3]]
         return start_detached(command, RunDirectory(config.train.out_dir))
     try:

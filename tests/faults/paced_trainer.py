@@ -6,11 +6,15 @@ OUT/go_on is there, so that a test acts in the middle of a run however slow the 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # as the trainer's own entry does while it imports
 
 from tamis.train.main import main
 from tamis.train.step import TrainStep
@@ -29,6 +33,9 @@ def wait_in_steps(seconds: float, hold_at: int, go_on: Path) -> None:
 
 
 if __name__ == "__main__":
+    import torch._dynamo
+
+    gc.enable()
     out = Path(sys.argv[sys.argv.index("--config") + 1]).parent
     wait_in_steps(float(os.environ.get("STEP_WAITS_S", "0")), int(os.environ.get("HOLD_AT", "0")), out / "go_on")
     sys.exit(main())
