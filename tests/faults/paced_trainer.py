@@ -33,7 +33,7 @@ def wait_in_steps(seconds: float, hold_at: int, go_on: Path) -> None:
 
 
 if __name__ == "__main__":
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     gc.enable()
     out = Path(sys.argv[sys.argv.index("--config") + 1]).parent
