@@ -135,11 +135,12 @@ def _divided(state: State, sharded: State) -> State:
 
 def saved_config(path: Path) -> dict[str, Any] | None:
     """Return the configuration in a checkpoint without reading its tensors; None if it cannot be read."""
-    from tamis.checkpoint.sharded import read_facts
-
     try:
-        state = read_facts(path) if path.is_dir() else torch.load(path, mmap=True, weights_only=True)
-        return dict(state["config"])
+        if not path.is_dir():
+            return dict(torch.load(path, mmap=True, weights_only=True)["config"])
+        from tamis.checkpoint.sharded import read_facts  # here: it loads torch.distributed.checkpoint, in 0.3 s
+
+        return dict(read_facts(path)["config"])
     except Exception:  # torch.load has no common error; `read_checkpoint` verifies the file and explains
         return None
 
