@@ -301,6 +301,7 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 if __name__ == "__main__":
     import torch._dynamo  # torch's optimizers import it at their first use
 
+    gc.freeze()  # no collection need look at what was imported; the one at the exit would take a second
     gc.enable()
     code = main()
     discard_unwritable_output()

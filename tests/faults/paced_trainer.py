@@ -35,6 +35,7 @@ def wait_in_steps(seconds: float, hold_at: int, go_on: Path) -> None:
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401
 
+    gc.freeze()
     gc.enable()
     out = Path(sys.argv[sys.argv.index("--config") + 1]).parent
     wait_in_steps(float(os.environ.get("STEP_WAITS_S", "0")), int(os.environ.get("HOLD_AT", "0")), out / "go_on")

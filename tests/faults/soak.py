@@ -44,6 +44,7 @@ STEP_WAITS_S = 0.15  # in a soak: what a device would compute, so that the cores
 UNLIMITED: dict[str, Any] = {"RESTARTS": "1000000", "WITHOUT_PROGRESS": "1000000", "FIRST_DELAY_S": "2"}
 MOMENTS = ("boot", "step_start", "progress", "step_end", "checkpoint", "checkpoint")
 LAUNCH_ENDS_WITH = {"kill_supervisor": -signal.SIGKILL, "halt": ExitCode.HALTED, "fill_disk": ExitCode.ANOMALY}
+RELAUNCHED = ("kill_supervisor", "halt")
 EXPLAINS = {"stop": ["stopped_rank"], "fill_disk": ["disk_full"], "damage": ["checkpoint_unloadable"]}
 EXPLAINS_FOR_S = 30.0  # after the end of a fault
 PARTS = ("until_start", "imports", "opens", "first_step", "steps_again")  # of the seconds that a restart costs
@@ -185,7 +186,7 @@ class FaultyRun:
         starts = [event["ts"] for event in read_events(self.run) if event["event"] == "start"]
         found = []
         for kind, _, end in self.faults:
-            if kind in LAUNCH_ENDS_WITH:  # the worker went on until it noticed
+            if kind in RELAUNCHED:  # the worker went on until it noticed
                 end = next((ts for ts in starts if ts > end), end)
             before = max((beat for beat in ends if beat.ts <= end), key=lambda beat: beat.step, default=None)
             further = next((b for b in ends if before and b.ts > end and b.step > before.step), None)

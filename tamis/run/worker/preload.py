@@ -62,6 +62,7 @@ def main() -> int:
     gc.disable()  # imports make no garbage
     if not import_in_background(module):
         return 1
+    gc.freeze()
     gc.enable()
     if not (line := sys.stdin.readline()):
         return 0
