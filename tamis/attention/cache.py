@@ -165,6 +165,13 @@ class Cache:
             return start
         return DeviceStart(self.max_len - tokens, self.positions_B)
 
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether a step reads nothing back to the host, so that a CUDA graph can capture it."""
+        return self.positions_B.is_cuda and all(
+            use_kernels(layer.selected_BT2GD) for layer in self.layers if isinstance(layer, NSACache)
+        )
+
     def row(self, index: int) -> Cache:
         """Return a view of one sequence; writes to it are writes to this cache."""
         one, rows = copy.copy(self), slice(index, index + 1)

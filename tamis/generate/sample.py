@@ -192,7 +192,7 @@ class DecodeStep:
     @torch.no_grad()
     def __call__(self, tokens_B: Tensor) -> Tensor:
         self.cache.reserve(1)
-        if not tokens_B.is_cuda:
+        if not self.cache.steps_on_device:
             return self.model.step(tokens_B, self.cache)
         if self.graph is None:
             self._capture(tokens_B)

@@ -16,8 +16,9 @@ from tamis.model import Decoder
 PROMPT = list(b"The state of the Union")
 
 
-def small_config(attention: str = "nsa") -> Config:
-    model = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_ff": 32, "attention": attention}
+def small_config(attention: str = "nsa", head_dim: int = 8) -> Config:
+    heads = {"n_heads": 4, "n_kv_groups": 2, "d_k": head_dim}
+    model = {"dim": 24, "n_layers": 2, "d_ff": 32, "attention": attention, **heads}
     nsa = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 4, "w": 12}
     return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": {"seq_len": 96}})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -201,6 +202,34 @@ def block_tiles(spec: NSASpec) -> tuple[int, int]:
     """Keys held at once (a power of two), and how many such tiles a selection block takes."""
     keys = min(MOST_KEYS, max(16, next_power_of_2(spec.l_sel)))
     return keys, -(-spec.l_sel // keys)
+
+
+class PreparedLaunch:
+    """A kernel with its grid and every argument but the first few: tensors, and numbers that are not specialized on.
+
+    Triton looks at all arguments of a launch to find the compiled kernel, which takes most of the host's time. This
+    looks once. Tensors of later calls have the same dtypes, and addresses that are multiples of 16 where the first
+    call's are. The constants are the last parameters of the kernel.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int, ...], constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._numbers, self._constants, self._options = (
+            kernel, grid, numbers, constants, options
+        )  # fmt: skip
+        self._compiled: Any = None
+
+    def __call__(self, *first: Any) -> None:
+        if self._compiled is not None:
+            self._compiled(*first, *self._rest)
+            return
+        compiled = self._kernel[self._grid](*first, *self._numbers, **self._constants, **self._options)
+        if compiled is not None:  # the interpreter compiles nothing
+            names = self._kernel.arg_names[len(first) + len(self._numbers) :]
+            self._rest = (*self._numbers, *(self._constants[name] for name in names))
+            self._compiled = compiled[self._grid]
 
 
 def start_argument(start: Start) -> int | Tensor | None:

@@ -104,20 +104,13 @@ def keys_ended(token, L: tl.constexpr, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def load_document(table, token):
-    """First token and first compressed key of a token's document in a packed row; meaningless without a table."""
-    first_token, first_key = token, token
-    if table is not None:
-        first_token, first_key = tl.load(table + 4 * token), tl.load(table + 4 * token + 3)
-    return first_token, first_key
-
-
-@triton.jit
-def keys_in_document(token, first_token, first_key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
-    """First key that a token of this document sees, and the one after the last."""
+def keys_of_token(table, token, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """First key that a token of a packed row sees, and the one after the last."""
+    first_token = tl.load(table + 4 * token)
     if W > 0:
         return tl.maximum(token - W + 1, first_token), token + 1
-    return first_key + token * 0, first_key + keys_ended(token - first_token, L, STRIDE)
+    first_key = tl.load(table + 4 * token + 3)
+    return first_key, first_key + keys_ended(token - first_token, L, STRIDE)
 
 
 @triton.jit
@@ -132,40 +125,36 @@ def visible(token, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
 def key_tiles(table, t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
     """The keys of tokens t_first…t_last as tiles from `begin`: how many, and which of them every token sees whole.
 
-    Then the first token of their document, −1 if they are in several.
     The minimum of both ends is always the first. It stays, because without it the compiled code spills.
     """
-    first_token, first_key = load_document(table, t_first)
-    last_token, last_key = load_document(table, t_last)
     if table is None:
         begin, end = keys_begun(t_first, W), keys_ended(t_last, L, STRIDE)
         tiles = tl.cdiv(end - begin, BN)
         whole_first = tl.cdiv(keys_begun(t_last, W) - begin, BN)
         whole_end = (tl.minimum(keys_ended(t_first, L, STRIDE), end) - begin) // BN
     else:
-        begin, first_end = keys_in_document(t_first, first_token, first_key, L, STRIDE, W)
-        last_begin, end = keys_in_document(t_last, last_token, last_key, L, STRIDE, W)
+        begin, first_end = keys_of_token(table, t_first, L, STRIDE, W)
+        last_begin, end = keys_of_token(table, t_last, L, STRIDE, W)
         tiles, whole_first = tl.cdiv(end - begin, BN), tl.cdiv(last_begin - begin, BN)
         whole_end = (first_end - begin) // BN
-    return begin, tiles, whole_first, whole_end, tl.where(first_token == last_token, first_token, -1)
+    return begin, tiles, whole_first, whole_end
 
 
 @triton.jit
-def mask_keys(
-    x, other, table, token, key, first_token, first_key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr
-):
-    """`other` for keys that a row does not see; rows of several documents (`first_token` is −1) look them up."""
-    if first_token < 0:
-        token_of_row, key_of_row = load_document(table, token)
-        begin, end = keys_in_document(token, token_of_row, key_of_row, L, STRIDE, W)
-        x = tl.where((key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None]), x, other)
-    else:
-        begin, end = keys_in_document(token, first_token, first_key, L, STRIDE, W)
-        seen = key[None, :] < end[:, None]
-        if W > 0:
-            seen = seen & (key[None, :] >= begin[:, None])
-        x = tl.where(seen, x, other)
-    return x
+def keys_of_rows(table, token, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """As `keys_of_token` for the rows of a tile, looked up before the loop: in it, products would not overlap."""
+    seen_begin, seen_end = token, token
+    if table is not None:
+        seen_begin, seen_end = keys_of_token(table, token, L, STRIDE, W)
+    return seen_begin, seen_end
+
+
+@triton.jit
+def seen_by_rows(table, token, seen_begin, seen_end, key, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """Whether each row `[BM]` sees each key `[BN]`; `keys_of_rows` has the limits of a packed row."""
+    if table is None:
+        return visible(token[:, None], key[None, :], L, STRIDE, W)
+    return (key[None, :] >= seen_begin[:, None]) & (key[None, :] < seen_end[:, None])
 
 
 @triton.jit
@@ -245,8 +234,11 @@ def _forward_kernel(
     if start is not None:
         start = read_start(start)
         t_first, t_last, position = t_first + start, t_last + start, position + start
-    begin, tiles, whole_first, whole_end, first_token = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    begin, tiles, whole_first, whole_end = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    seen_begin, seen_end = keys_of_rows(table, position, L, STRIDE, W)
     m = tl.full([BM], float("-inf"), tl.float32)
+    if table is not None:
+        m = tl.where(seen_begin < seen_end, m, 0.0)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     for j in tl.range(0, tiles, num_stages=STAGES):
@@ -258,10 +250,8 @@ def _forward_kernel(
             s = tl.dot(q_tile, k_transposed, input_precision=PRECISION)
             if (j < whole_first) | (j >= whole_end):
                 key = first + tl.arange(0, BN)
-                if table is None:
-                    s = tl.where(visible(position[:, None], key[None, :], L, STRIDE, W), s, float("-inf"))
-                else:
-                    s = mask_keys(s, float("-inf"), table, position, key, first_token, begin, L, STRIDE, W)
+                seen = seen_by_rows(table, position, seen_begin, seen_end, key, L, STRIDE, W)
+                s = tl.where(seen, s, float("-inf"))
             m, total, acc = _softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
 
     empty = total == 0.0
@@ -285,7 +275,8 @@ def _add_dq(
     lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
     delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
     gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
-    begin, tiles, whole_first, whole_end, first_token = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    begin, tiles, whole_first, whole_end = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    seen_begin, seen_end = keys_of_rows(table, token, L, STRIDE, W)
     if not COPIED:
         k += sequence.to(tl.int64) * stride_kb + g * stride_kg
         v += sequence.to(tl.int64) * stride_vb + g * stride_vg
@@ -300,10 +291,7 @@ def _add_dq(
             p = tl.exp2(s * scale - lse2[:, None])
             if (j < whole_first) | (j >= whole_end):
                 key = first + tl.arange(0, BN)
-                if table is None:
-                    p = tl.where(visible(token[:, None], key[None, :], L, STRIDE, W), p, 0.0)
-                else:
-                    p = mask_keys(p, 0.0, table, token, key, first_token, begin, L, STRIDE, W)
+                p = tl.where(seen_by_rows(table, token, seen_begin, seen_end, key, L, STRIDE, W), p, 0.0)
             ds = p * (dp * gate_row[:, None] - delta_row[:, None])
             dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq

@@ -15,6 +15,7 @@ window, then the merged compressed one), 2: key, then value. Logits and log-sum-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tamis.attention.kernels.decode.choice import UNUSED, chosen_blocks
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedLaunch,
     Tile,
     cdiv,
     is_ampere,
@@ -119,8 +121,8 @@ def _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads
 
 @triton.jit(do_not_specialize=["G", "x"])
 def _scan_kernel(
-    q, positions, compressed, part, part_lse, part_reads, logits, arrived,
-    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, row_length, G, x, scale,
+    q, positions, compressed, part, part_lse, part_reads, logits, arrived, scale,
+    stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, row_length, G, x,
     L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -189,8 +191,8 @@ def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.
 @triton.jit(do_not_specialize=["slots", "G", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
     q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
-    stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
-    row_length, slots, G, x_cmp, x_win, x_sel, scale,
+    scale, stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
+    row_length, slots, G, x_cmp, x_win, x_sel,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, RH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr,
     NP: tl.constexpr, BJ: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
@@ -288,44 +290,86 @@ def decode(
     Token `t` of the window lies in slot `t % W`. `into`: contiguous tensors for the blocks and the keys read.
     """
     q_BHD, gates_BH3, positions_B = unit_last_stride(q_BHD), gates_BH3.contiguous(), positions_B.contiguous()
-    B, H, D = q_BHD.shape
-    N, G = compressed_BN2GD.shape[1], compressed_BN2GD.shape[3]
-    R, DP = H // G, padded(D)
+    caches = compressed_BN2GD, selected_BT2GD, window_BW2GD
+    B, G = q_BHD.shape[0], compressed_BN2GD.shape[3]
+    ids, reads = into or (
+        torch.empty(shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
+    )
+    aligned = tuple(x.data_ptr() % 16 == 0 for x in (q_BHD, positions_B, *caches, gates_BH3, ids, reads))
+    plan = _plan(
+        q_BHD.shape, q_BHD.stride(), q_BHD.dtype, q_BHD.device, aligned,
+        tuple(x.shape for x in caches), tuple(x.stride() for x in caches), spec, splits,
+    )  # fmt: skip
+    part, part_lse, logits = (
+        torch.empty(shape, dtype=torch.float32, device=q_BHD.device) for shape in (plan.part, plan.lse, plan.logits)
+    )
+    part_reads, arrived = (torch.empty(shape, dtype=torch.int32, device=q_BHD.device) for shape in plan.counts)
+    out, logits, scale = q_BHD.new_empty(q_BHD.shape), logits[plan.lead :], q_BHD.shape[2] ** -0.5 * LOG2E
+    plan.scan(q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived, scale)
+    plan.finish(
+        q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
+        ids, reads, scale,
+    )  # fmt: skip
+    return out, ids, reads
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The launches of a step and the shapes of what they share."""
+
+    scan: PreparedLaunch
+    finish: PreparedLaunch
+    part: tuple[int, ...]
+    lse: tuple[int, ...]
+    logits: int
+    lead: int  # logits before block 0
+    counts: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q_shape: tuple[int, int, int],
+    q_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: tuple[bool, ...],
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    spec: NSASpec,
+    splits: Splits | None,
+) -> _Plan:
+    """Everything about a step that does not change from token to token; the host's time decides the speed of few."""
+    (B, H, D), (compressed, selected, window) = q_shape, shapes
+    N, G = compressed[1], compressed[3]
+    R, DP, q = H // G, padded(D), torch.empty(0, dtype=dtype, device=device)
     pack = packed_groups(B, G, R, D)
-    scan, finish = _tiles(DP, q_BHD, B * G, pack)
+    scan, finish = _tiles(DP, q, B * G, pack)
     splits = splits or splits_for(B * G, N, spec, scan, finish)
-    X, early = splits.total, launches_early(q_BHD)
+    X, early = splits.total, launches_early(q)
     NP = next_power_of_2(spec.n_sel)
-    blocks = spec.selection_blocks(selected_BT2GD.shape[1])
+    blocks = spec.selection_blocks(selected[1])
     BJ = max(4 * NP, min(SCORE_BLOCKS, next_power_of_2(blocks)))
     # A head's logits: of whole runs of BJ blocks, for scores are read without masks; and so before block 0 and beyond.
     row_length = BJ * cdiv(blocks, BJ) * spec.pieces_per_selected
     lead, beyond = (16 * cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
-    part, part_lse, logits = (
-        torch.empty(*shape, dtype=torch.float32, device=q_BHD.device)
-        for shape in ((B, G, X, R, D), (B, G, X, R), (lead + B * H * row_length + beyond,))
-    )
-    part_reads, arrived = (torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, X), (B, G)))
-    ids, reads = into or (
-        torch.empty(*shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
-    )
-    out, logits = q_BHD.new_empty(q_BHD.shape), logits[lead:]
-    shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(q_BHD.dtype),
-             "EARLY": early}  # fmt: skip
-    scale = D**-0.5 * LOG2E
-    _scan_kernel[(B * G // pack, splits.compressed)](
-        q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived,
-        *q_BHD.stride()[:2], *compressed_BN2GD.stride()[:4], row_length, G, X, scale, PACK=pack,
-        RP=_rows(pack * R), BN=scan.keys, **shape, **scan.options,
+    shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(dtype), "EARLY": early}
+    return _Plan(
+        scan=PreparedLaunch(
+            _scan_kernel, (B * G // pack, splits.compressed, 1),
+            (*q_stride[:2], *strides[0][:4], row_length, G, X),
+            shape | {"PACK": pack, "RP": _rows(pack * R), "BN": scan.keys}, scan.options,
+        ),
+        finish=PreparedLaunch(
+            _finish_kernel, (B * G, splits.selected + splits.window + 1, 1),
+            (*q_stride[:2], *strides[1][:4], *strides[2][:4], row_length, window[1], G,
+             splits.compressed, splits.window, splits.selected),
+            shape | {"RP": _rows(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "W": spec.w, "RH": next_power_of_2(R),
+                     "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS},
+            finish.options | ({"launch_pdl": True} if early else {}),
+        ),
+        part=(B, G, X, R, D), lse=(B, G, X, R), logits=lead + B * H * row_length + beyond, lead=lead,
+        counts=((B, G, X), (B, G)),
     )  # fmt: skip
-    _finish_kernel[(B * G, splits.selected + splits.window + 1)](
-        q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
-        ids, reads, *q_BHD.stride()[:2], *selected_BT2GD.stride()[:4], *window_BW2GD.stride()[:4], row_length,
-        window_BW2GD.shape[1], G, splits.compressed, splits.window, splits.selected, scale, RP=_rows(R),
-        L_SEL=spec.l_sel, N_SEL=spec.n_sel, W=spec.w, RH=next_power_of_2(R), BN=finish.keys, NP=NP, BJ=BJ,
-        XP=MOST_SPLITS, **shape, **finish.options, **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    return out, ids, reads
 
 
 def launches_early(q: Tensor) -> bool:
