@@ -66,15 +66,16 @@ def _document_ends(table, first, last, W: tl.constexpr):
 def _mask_rows(
     p, table, token, key, first, N, t_begin, first_end, last_end, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr
 ):
-    """0 in place of the tokens of a packed row that do not see a key; both are laid out as in p."""
-    if W == 0:
+    """0 in place of the tokens that do not see a key, up to the end of the last document; laid out as in p."""
+    if table is None:
+        p = tl.where(visible(token, key, L, STRIDE, W), p, 0.0)
+    elif W == 0:
         shift = t_begin - (first * STRIDE + L - 1)  # of positions in the row against those in the document
-        p = tl.where(visible(token - shift, key, L, STRIDE, W) & (token < first_end), p, 0.0)
-    elif first_end == last_end:
-        p = tl.where(visible(token, key, L, STRIDE, W) & (token < first_end), p, 0.0)
-    else:  # keys look up their documents only where a tile has several: it costs registers and time
-        end = tl.load(table + 4 * tl.minimum(key, N - 1) + 1)
-        p = tl.where(visible(token, key, L, STRIDE, W) & (token < end), p, 0.0)
+        p = tl.where(visible(token - shift, key, L, STRIDE, W), p, 0.0)
+    else:
+        p = tl.where(visible(token, key, L, STRIDE, W), p, 0.0)
+        if first_end != last_end:  # keys look up their documents only where a tile has several: it costs registers
+            p = tl.where(token < tl.load(table + 4 * tl.minimum(key, N - 1) + 1), p, 0.0)
     return p
 
 
@@ -128,14 +129,14 @@ def _shared_split(
 
 @triton.jit
 def _step(
-    k, v, q, dout, lse, gate, delta, table, first, S, key, first_key, N, t_begin, first_end,
+    k, v, q, dout, lse, gate, delta, table, first, S, rows_end, key, first_key, N, t_begin, first_end,
     last_end, dk, dv, scale,
     stride_qs, stride_qh, stride_os, stride_oh,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of rows. Rows that see all keys (not MASKED) all exist."""
-    t0, away, r, alive = rows_from(first, S, R, BM)
+    """Add one tile of rows, those of tokens before `rows_end`. Rows that see all keys (not MASKED) all exist."""
+    t0, away, r, alive = rows_from(first, rows_end, R, BM)
     q_tile = load_rows(q, t0, away, r, alive, stride_qs, stride_qh, D, DP, MASKED)
     dout_tile = load_rows(dout, t0, away, r, alive, stride_os, stride_oh, D, DP, MASKED)
     scalar = r * S + away
@@ -150,12 +151,9 @@ def _step(
     s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
     p = tl.exp2(s * scale - lse2[:, None])
     if MASKED:
-        if table is None:
-            p = tl.where(visible(t0 + away[:, None], key[None, :], L, STRIDE, W), p, 0.0)
-        else:
-            p = _mask_rows(
-                p, table, t0 + away[:, None], key[None, :], first_key, N, t_begin, first_end, last_end, L, STRIDE, W
-            )  # fmt: skip
+        p = _mask_rows(
+            p, table, t0 + away[:, None], key[None, :], first_key, N, t_begin, first_end, last_end, L, STRIDE, W
+        )  # fmt: skip
     dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
     # Gradients are summed transposed, so that p and ds are right-hand sides and reach shared memory as they are.
     dv = tl.dot(tl.trans(dout_tile), (p * gate_row[:, None]).to(dout_tile.dtype), dv, input_precision=PRECISION)
@@ -192,6 +190,7 @@ def _dkv_kernel(
     gate += (b * G + g) * R * S
 
     first_end, last_end = _document_ends(table, first, last, W)
+    rows_end = S if table is None else last_end
     t_begin, tiles, whole_first, whole_end = _row_tiles(
         table, first, last, first_end, last_end, S, L, STRIDE, W, R, BM
     )  # fmt: skip
@@ -201,7 +200,7 @@ def _dkv_kernel(
     dv = tl.zeros([DP, BN], tl.float32)
     for j in range(tl.maximum(mine, whole_first), tl.minimum(mine_end, whole_end)):
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, first, N, t_begin,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, rows_end, key, first, N, t_begin,
             first_end, last_end, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, False,
@@ -211,7 +210,7 @@ def _dkv_kernel(
     for e in range(left + tl.maximum(mine_end - right_first, 0)):
         j = tl.where(e < left, mine + e, right_first + e - left)
         dk, dv = _step(
-            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, key, first, N, t_begin,
+            k_tile, v_tile, q, dout, lse, gate, delta, table, t_begin * R + j * BM, S, rows_end, key, first, N, t_begin,
             first_end, last_end, dk, dv, scale,
             stride_qs, stride_qh, stride_os, stride_oh,
             L, STRIDE, W, R, D, DP, BM, PRECISION, True,
@@ -268,6 +267,7 @@ def _dkv_copied_kernel(
     v_tile = load_keys(v, b, g, first, keys, stride_vn, D, DP, BN, False)
 
     first_end, last_end = _document_ends(table, first, last, W)
+    rows_end = S if table is None else last_end
     t_begin, tiles, whole_first, whole_end = _row_tiles(
         table, first, last, first_end, last_end, S, L, STRIDE, W, R, BM
     )  # fmt: skip
@@ -299,6 +299,7 @@ def _dkv_copied_kernel(
                 if table is None:
                     p = tl.where(visible(token, key[:, None], L, STRIDE, W) & (token < S), p, 0.0)
                 else:
+                    p = tl.where(token < rows_end, p, 0.0)
                     p = _mask_rows(
                         p, table, token, key[:, None], first, N, t_begin, first_end, last_end, L, STRIDE, W
                     )  # fmt: skip
