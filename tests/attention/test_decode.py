@@ -17,7 +17,8 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, assert_chosen_alike, 
 
 # After devices, which sets up the interpreter.
 from tamis.attention.decode import nsa_decode, reads, use_kernels  # isort: skip
-from tamis.attention.kernels.decode.step import Splits, _plan, _tiles, decode, packed_groups, splits_for  # isort: skip
+from tamis.attention.kernels.decode.splits import Splits, packed_groups, splits_for, tiles_for_step  # isort: skip
+from tamis.attention.kernels.decode.step import _plan, decode  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tamis.attention.verify import require_decode, verify_decode  # isort: skip
 
@@ -205,9 +206,9 @@ import json, sys, torch
 from tests.attention.ahead_of_time import record_launches, resources
 arch = int(sys.argv[1])
 compiled = record_launches(arch)
-from tamis.attention.kernels.decode import step as decode_kernels
+from tamis.attention.kernels.decode import splits, step as decode_kernels
 from tamis.attention.spec import NSASpec
-decode_kernels.is_ampere, decode_kernels.launches_early = lambda q: arch < 90, lambda q: arch >= 90
+splits.is_ampere, decode_kernels.launches_early = lambda q: arch < 90, lambda q: arch >= 90
 empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 for batch, heads, dim in ((1, 12, 64), (64, 12, 64), (1, 32, 128)):
     kept = [empty(batch, n, 2, 2, dim) for n in (4096, 65536, 512)]
@@ -237,7 +238,7 @@ def test_every_kernel_compiles_for_the_gpus_served_without_spilling(arch: int, s
 )
 def test_a_cache_of_65536_tokens_is_split_as_it_was_measured(sequences: int, expected: Splits) -> None:
     spec, q = NSASpec(), torch.empty(sequences, 12, 64, dtype=torch.bfloat16)
-    scan, finish = _tiles(64, q, 2 * sequences)
+    scan, finish = tiles_for_step(64, q, 2 * sequences)
     assert splits_for(2 * sequences, spec.compressed_blocks(65536) + 1, spec, scan, finish) == expected
 
 
@@ -245,7 +246,7 @@ def test_a_cache_of_65536_tokens_is_split_as_it_was_measured(sequences: int, exp
 @pytest.mark.parametrize("programs", [1, 3, 33, 500, 4096])
 def test_a_short_cache_is_never_split_into_nothing(programs: int, blocks: int) -> None:
     spec, q = NSASpec(), torch.empty(1, 12, 64, dtype=torch.bfloat16)
-    splits = splits_for(programs, blocks, spec, *_tiles(64, q, programs))
+    splits = splits_for(programs, blocks, spec, *tiles_for_step(64, q, programs))
     assert splits.compressed == 1
     assert 1 <= splits.window <= 4
     assert 1 <= splits.selected <= 8

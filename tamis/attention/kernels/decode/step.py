@@ -24,12 +24,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tamis.attention.kernels.decode.choice import UNUSED, chosen_blocks
+from tamis.attention.kernels.decode.splits import (
+    MOST_SPLITS,
+    Splits,
+    launches_early,
+    packed_groups,
+    rows_of,
+    splits_for,
+    tiles_for_step,
+)
 from tamis.attention.kernels.launch import (
     LOG2E,
     PreparedLaunch,
-    Tile,
     cdiv,
-    is_ampere,
     next_power_of_2,
     padded,
     precision,
@@ -37,26 +44,7 @@ from tamis.attention.kernels.launch import (
 )
 from tamis.attention.spec import NSASpec
 
-FEW = 32  # (query, group) pairs: up to here latency counts, beyond it bandwidth
-SCANS_OF_FEW, SCANS_OF_MANY = 256, 512  # programs of the first launch, before groups are packed
-WALKERS = 128  # of chosen tokens, in the second: each repeats the choice of blocks, so one for each multiprocessor
-MOST_WALKERS = 8  # of one pair
-MOST_SPLITS = 64  # of one branch; merging more costs more than the shorter walk saves
-LEAST_ROWS = 16  # of a product
 SCORE_BLOCKS = 1024  # selection blocks scored at once, in registers
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Over how many programs each branch of one (query, group) is spread."""
-
-    compressed: int
-    window: int
-    selected: int
-
-    @property
-    def total(self) -> int:
-        return self.compressed + self.window + self.selected + 1
 
 
 @triton.jit
@@ -343,7 +331,7 @@ def _plan(
     N, G = compressed[1], compressed[3]
     R, DP, q = H // G, padded(D), torch.empty(0, dtype=dtype, device=device)
     pack = packed_groups(B, G, R, D)
-    scan, finish = _tiles(DP, q, B * G, pack)
+    scan, finish = tiles_for_step(DP, q, B * G, pack)
     splits = splits or splits_for(B * G, N, spec, scan, finish)
     X, early = splits.total, launches_early(q)
     NP = next_power_of_2(spec.n_sel)
@@ -357,54 +345,16 @@ def _plan(
         scan=PreparedLaunch(
             _scan_kernel, (B * G // pack, splits.compressed, 1),
             (*q_stride[:2], *strides[0][:4], row_length, G, X),
-            shape | {"PACK": pack, "RP": _rows(pack * R), "BN": scan.keys}, scan.options,
+            shape | {"PACK": pack, "RP": rows_of(pack * R), "BN": scan.keys}, scan.options,
         ),
         finish=PreparedLaunch(
             _finish_kernel, (B * G, splits.selected + splits.window + 1, 1),
             (*q_stride[:2], *strides[1][:4], *strides[2][:4], row_length, window[1], G,
              splits.compressed, splits.window, splits.selected),
-            shape | {"RP": _rows(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "W": spec.w, "RH": next_power_of_2(R),
+            shape | {"RP": rows_of(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "W": spec.w, "RH": next_power_of_2(R),
                      "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS},
             finish.options | ({"launch_pdl": True} if early else {}),
         ),
         part=(B, G, X, R, D), lse=(B, G, X, R), logits=lead + B * H * row_length + beyond, lead=lead,
         counts=((B, G, X), (B, G)),
     )  # fmt: skip
-
-
-def launches_early(q: Tensor) -> bool:
-    """Whether the second kernel may start before the first has ended, and wait: from Hopper on."""
-    return q.is_cuda and not is_ampere(q)
-
-
-def packed_groups(sequences: int, groups: int, heads: int, dim: int) -> int:
-    """How many groups of so many heads a scan walks at once: two that fit its rows, where bandwidth counts."""
-    fits = groups % 2 == 0 and 2 * heads <= LEAST_ROWS and dim in (16, 32, 64)
-    return 2 if fits and sequences * groups > FEW else 1
-
-
-def _rows(heads: int) -> int:
-    return max(LEAST_ROWS, next_power_of_2(heads))
-
-
-def splits_for(programs: int, blocks: int, spec: NSASpec, scan: Tile, finish: Tile) -> Splits:
-    """Enough splits to fill the device when there are few (query, group) pairs, one when there are many."""
-    scans = max(1, min(MOST_SPLITS, (SCANS_OF_FEW if programs <= FEW else SCANS_OF_MANY) // programs))
-    walkers = max(1, min(MOST_WALKERS, WALKERS // programs))
-    return Splits(
-        compressed=max(1, min(scans, cdiv(blocks, scan.keys))),
-        window=min((walkers + 1) // 2, cdiv(spec.w, finish.keys)),
-        selected=min(walkers, cdiv(spec.n_sel * spec.l_sel, finish.keys)),
-    )
-
-
-def _tiles(padded_dim: int, q: Tensor, programs: int, pack: int = 1) -> tuple[Tile, Tile]:
-    """Of the scanning and the finishing kernel; rows are those of one group's heads, whatever their number."""
-    if q.dtype == torch.float32:
-        return Tile(16, 32, 4, 1), Tile(16, 32, 8, 1)
-    if padded_dim <= 64:
-        # On an A100 three stages would spill, and so would the 128 registers that the assembler chooses by itself.
-        scan = Tile(16, 32, 4, 4) if pack == 2 else Tile(16, 64, 4, 4 if programs <= FEW else 3)
-        return scan, Tile(16, 128, 8, 2, registers=168) if is_ampere(q) else Tile(16, 128, 8, 3)
-    keys = 64 if padded_dim <= 128 else 32
-    return Tile(16, keys, 4, 3), Tile(16, keys, 8, 3)
