@@ -42,7 +42,7 @@ def packed_groups(sequences: int, groups: int, heads: int, dim: int) -> int:
     return 2 if fits and sequences * groups > FEW else 1
 
 
-def rows_of(heads: int) -> int:
+def padded_rows(heads: int) -> int:
     return max(LEAST_ROWS, next_power_of_2(heads))
 
 

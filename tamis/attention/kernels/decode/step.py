@@ -29,7 +29,7 @@ from tamis.attention.kernels.decode.splits import (
     Splits,
     launches_early,
     packed_groups,
-    rows_of,
+    padded_rows,
     splits_for,
     tiles_for_step,
 )
@@ -345,13 +345,13 @@ def _plan(
         scan=PreparedLaunch(
             _scan_kernel, (B * G // pack, splits.compressed, 1),
             (*q_stride[:2], *strides[0][:4], row_length, G, X),
-            shape | {"PACK": pack, "RP": rows_of(pack * R), "BN": scan.keys}, scan.options,
+            shape | {"PACK": pack, "RP": padded_rows(pack * R), "BN": scan.keys}, scan.options,
         ),
         finish=PreparedLaunch(
             _finish_kernel, (B * G, splits.selected + splits.window + 1, 1),
             (*q_stride[:2], *strides[1][:4], *strides[2][:4], row_length, window[1], G,
              splits.compressed, splits.window, splits.selected),
-            shape | {"RP": rows_of(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "W": spec.w, "RH": next_power_of_2(R),
+            shape | {"RP": padded_rows(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel, "W": spec.w, "RH": next_power_of_2(R),
                      "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS},
             finish.options | ({"launch_pdl": True} if early else {}),
         ),
