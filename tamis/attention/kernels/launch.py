@@ -220,6 +220,7 @@ class PreparedLaunch:
             kernel, grid, numbers, constants, options
         )  # fmt: skip
         self._compiled: Any = None
+        self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *first: Any) -> None:
         if self._compiled is not None:
