@@ -6,6 +6,7 @@ asks for the same start again and gets the same answer.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import subprocess
@@ -17,6 +18,8 @@ from tamis.run.files.console import say
 
 STARTS = ".starts"  # below the folder there
 OLDEST_START_DAYS = 7
+NOTIFY_VARIABLE = "TAMIS_NOTIFY"  # addresses with secrets, which no file of a run holds
+MOST_LINE_BYTES = 32_768
 
 
 def launch_remotely(host: Host, verb: str, words: list[str]) -> int:
@@ -24,12 +27,26 @@ def launch_remotely(host: Host, verb: str, words: list[str]) -> int:
     runs_on(host)  # the first connection must succeed
     words = [send_config(host, word) for word in words if word != "--detach"]
     script = _start_script(secrets.token_hex(8), tamis_script(verb, *words, "--detach"))
+    notify = " ".join(os.environ.get(NOTIFY_VARIABLE, "").split())
+    if notify:  # on stdin: a command line shows in the process lists of both machines
+        script = f"IFS= read -r {NOTIFY_VARIABLE} && export {NOTIFY_VARIABLE}; {script}"
     say(f"starting tamis {shlex.join([verb, *words])} there …")
-    code = until_connected(host, lambda: streamed(host.command(script)))
+    code = until_connected(host, lambda: _streamed_with_line(host.command(script), notify))
     if code == 0:
         how = "logs -f, monitor, tunnel, halt, pull"
         say(f"the run goes on there whatever happens here. Next: tamis remote {host.name} VERB ({how})")
     return code
+
+
+def _streamed_with_line(command: list[str], line: str) -> int:
+    """Run a command whose input is one line, which fits into a pipe."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, line.encode()[:MOST_LINE_BYTES] + b"\n")
+        os.close(writer)
+        return streamed(command, stdin=reader)
+    finally:
+        os.close(reader)
 
 
 def send_config(host: Host, word: str) -> str:

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +25,7 @@ from tests.loopback_ssh import GONE
 from tests.remote.conftest import Laptop
 
 RUN = "artifacts/tiny"
+SECRET = "a-secret-address"
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -35,6 +37,10 @@ def until(condition: Callable[[], object]) -> None:
 
 def there(laptop: Laptop) -> RunDirectory:
     return RunDirectory(laptop.host_folder / RUN)
+
+
+def files_with(folder: Path, text: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
 def test_setup_sends_tracked_files_alone_bootstraps_and_checks(laptop: Laptop) -> None:
@@ -70,13 +76,19 @@ def test_a_folder_with_other_files_is_refused_and_left_as_it_is(laptop: Laptop) 
 
 def test_a_run_is_started_once_even_when_the_connection_is_lost_meanwhile(laptop: Laptop) -> None:
     (laptop.checkout / "mine.yaml").write_text(tiny_config(RUN, steps=40).to_yaml())
+    laptop.environment["TAMIS_NOTIFY"] = f"https://example.org/{SECRET} ntfy://topic"
     process = laptop.start("gpubox", "run", "mine.yaml")
     until(lambda: list((laptop.host_folder / ".starts").glob("*.out")))  # the command there has begun
+    assert not [found for found in psutil.process_iter(["cmdline"]) if SECRET in str(found.info["cmdline"])]
     assert laptop.ssh.cut()
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "connection to gpubox lost" in output and "launched in the background as process" in output
     assert [event["event"] for event in read_events(there(laptop))] == ["start"]
+    received = laptop.host_folder / "notify_of_the_run"
+    assert received.read_text() == laptop.environment.pop("TAMIS_NOTIFY")
+    received.unlink()
+    assert SECRET not in output and files_with(laptop.host_folder, SECRET) == []
 
 
 def test_setup_is_refused_while_a_run_is_under_way(laptop: Laptop) -> None:
@@ -113,8 +125,7 @@ def test_pull_fetches_a_verified_run_and_names_neither_host_nor_user(laptop: Lap
     pulled = laptop.checkout / "pulled" / "tiny"
     assert latest_valid_checkpoint(pulled) == 40
     assert (pulled / "training.csv").read_bytes() == there(laptop).training_csv.read_bytes()
-    for folder in (pulled, there(laptop).path):
-        assert not [path for path in folder.rglob("*") if path.is_file() and b"gpubox" in path.read_bytes()]
+    assert files_with(pulled, "gpubox") == files_with(there(laptop).path, "gpubox") == []
 
 
 def test_halt_without_a_run_under_way_and_status_of_one_run(laptop: Laptop) -> None:
@@ -141,14 +152,21 @@ def test_the_live_screen_is_shown_in_this_terminal(laptop: Laptop) -> None:
     os.close(master)
 
 
-def test_the_live_page_is_seen_through_a_tunnel_and_ends_with_it(laptop: Laptop) -> None:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = laptop.start("gpubox", "tunnel", "--port", str(port))
+        return int(probe.getsockname()[1])
+
+
+def test_live_page_and_tensorboard_are_seen_through_a_tunnel_and_end_with_it(laptop: Laptop) -> None:
+    port, board = free_port(), free_port()
+    process = laptop.start("gpubox", "tunnel", "--port", str(port), "--tensorboard", str(board))
     assert process.stdout is not None
-    line = process.stdout.readline()
+    first, line = process.stdout.readline(), process.stdout.readline()
+    assert f"TensorBoard: http://127.0.0.1:{board} " in first, first
     assert f"live page: http://127.0.0.1:{port}/" in line, line
+    until(lambda: page_at(board))
+    assert ">tiny/<" in page_at(board)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as events:
         assert b'"state": "done"' in b"".join(events.readline() for _ in range(5))
     os.killpg(process.pid, signal.SIGINT)
@@ -156,10 +174,27 @@ def test_the_live_page_is_seen_through_a_tunnel_and_ends_with_it(laptop: Laptop)
     until(lambda: not [found for found in psutil.process_iter() if cwd_of(found) == str(laptop.host_folder)])
 
 
+def page_at(port: int) -> str:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as page:
+        return page.read().decode()
+    return ""
+
+
 def cwd_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return process.cwd()
     return ""
+
+
+def test_halt_stops_the_run_that_is_under_way(laptop: Laptop) -> None:
+    (laptop.checkout / "other.yaml").write_text(tiny_config("artifacts/other", steps=4000).to_yaml())
+    assert laptop.types("gpubox", "run", "other.yaml")[0] == 0
+    other = RunDirectory(laptop.host_folder / "artifacts" / "other")
+    (other.path / "go_on").touch()
+    code, output = laptop.types("gpubox", "halt", "--reason", "enough of it")
+    assert code == 0, output
+    assert "asked artifacts/other to halt at the next step boundary: enough of it" in output
+    assert "stopped; newest checkpoint artifacts/other/checkpoint_step" in output
 
 
 def test_a_host_can_be_forgotten(laptop: Laptop) -> None:

@@ -1,7 +1,5 @@
 // Draws the charts of a report. `charts`, `clock` and `tokensPerStep` come from report.py.
-"use strict";
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const control = name => document.getElementById(name);
 
 function hoursAt(step) {
   let low = 0, high = clock.length - 1;
@@ -17,16 +15,6 @@ const AXES = {
   tokens: {of: step => step * tokensPerStep, title: "tokens"},
   hours: {of: hoursAt, title: "hours of training"},
 };
-
-// A mean over neighbours whose weights fall off exponentially, corrected for the first ones.
-function smoothed(values, share) {
-  let sum = 0, weight = 0;
-  return values.map(value => {
-    sum = share * sum + (1 - share) * value;
-    weight = share * weight + (1 - share);
-    return sum / weight;
-  });
-}
 
 function traces(chart, axis, share) {
   return chart.data.map(trace => ({
@@ -44,7 +32,7 @@ function layout(chart, axis) {
     ...chart.layout,
     xaxis: {...chart.layout.xaxis, gridcolor: grid, title: {text: chart.over === "step" ? axis.title : chart.over}},
     yaxis: {...chart.layout.yaxis, gridcolor: grid, zerolinecolor: grid,
-      type: chart.positive && control("log").checked ? "log" : "linear"},
+      type: isLog(chart.positive) ? "log" : "linear"},
     shapes: marks.map(moved), annotations: (chart.layout.annotations || []).map(moved),
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, size: narrow ? 11 : 12},
     legend: {orientation: "h", y: narrow ? -0.32 : -0.25, font: {size: 11}},
@@ -52,7 +40,7 @@ function layout(chart, axis) {
 }
 
 function draw() {
-  const axis = AXES[control("axis").value], share = Number(control("smoothing").value);
+  const axis = AXES[control("axis").value], share = smoothingShare();
   charts.forEach((chart, number) => Plotly.react("chart" + number, traces(chart, axis, share), layout(chart, axis),
     {responsive: true, displaylogo: false, displayModeBar: false}));
 }

@@ -87,9 +87,9 @@ def report_page(
         headline=figures,
         comparison=None if against is None else _comparison(figures, against),
         chart_count=len(charts),
-        charts=_json(charts),
-        clock=_json(thinned(sorted(dict(evidence.hours_by_step).items()), MOST_POINTS)),
-        tokens_per_step=_json(tokens_per_step(evidence)),
+        charts=script_json(charts),
+        clock=script_json(thinned(sorted(dict(evidence.hours_by_step).items()), MOST_POINTS)),
+        tokens_per_step=script_json(tokens_per_step(evidence)),
         tables=[*(_table(title, findings) for title, findings in results.items()), *_phase_tables(evidence)],
         problems=file_problems(evidence.directory),
         facts={key: _fact(value) for key, value in evidence.info.items()} | _cost(evidence.directory),
@@ -97,8 +97,8 @@ def report_page(
         evaluation=_evaluation(evidence.directory),
         samples=SampleLog(evidence.directory.samples).read(SHOWN_SAMPLES)[::-1],
         events=[_event_cells(event) for event in evidence.events[-SHOWN_EVENTS:]],
-        style=_own_file("report.css"),
-        script=_own_file("report.js"),
+        style=own_file("report.css"),
+        script=own_file("curves.js") + own_file("report.js"),
         plotly=PLOTLY_GOES_HERE,
     )
     return redact(text).replace(PLOTLY_GOES_HERE, _plotly(), 1)
@@ -229,11 +229,12 @@ def _event_cells(event: Mapping[str, Any]) -> tuple[object, ...]:
     return utc(event["ts"]), event.get("by"), event.get("event"), event.get("reason")
 
 
-def _own_file(name: str) -> Markup:
+def own_file(name: str) -> Markup:
+    """A file of this folder, as it is."""
     return Markup((resources.files("tamis.run.handover") / name).read_text(encoding="utf-8"))
 
 
-def _json(value: Any) -> Markup:
+def script_json(value: Any) -> Markup:
     """JSON that cannot end the script element around it."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 

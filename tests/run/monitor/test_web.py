@@ -172,6 +172,12 @@ def test_a_browser_follows_a_run_that_is_killed_restarts_and_ends(tmp_path: Path
             window.click("nav a:has-text('other')")
             window.wait_for_selector(".gate >> nth=3")
             assert window.locator(".chart polyline").count() >= 9
+            drawn = "[...document.querySelectorAll('.chart polyline')].map(line => line.getAttribute('points')).join()"
+            plain = window.evaluate(drawn)
+            window.check("#log")
+            in_log = window.evaluate(drawn)
+            window.fill("#smoothing", "0.9")
+            assert len({plain, in_log, window.evaluate(drawn)}) == 3
             stored = write_live_page(launched.run, GrowingFiles())
             window.goto(stored.as_uri())
             assert window.inner_text("#state") == "DONE"

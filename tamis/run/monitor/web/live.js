@@ -1,10 +1,9 @@
-"use strict";
 // Draws the state of a run: the one stored in the page, or each that the server sends. Text is set as text, never as HTML.
 
 const COLOURS = ["#2f6fed", "#e4572e", "#17a398", "#a64ac9", "#d4a017", "#5c6b7a", "#c2185b", "#558b2f"];
 const WIDTH = 460, HEIGHT = 220, LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const FEW_POINTS = 30;  // fewer, as of validation, are not smoothed
 const STALE_S = 300;  // a stored page is renewed every minute
-const byId = (id) => document.getElementById(id);
 let charts = [], shown = null;
 
 function make(name, attributes = {}, ...children) {
@@ -44,13 +43,27 @@ function range(values, fromZero) {
   return [low, fromZero ? high * 1.05 : high];
 }
 
-function drawChart(chart) {
-  const points = chart.series.flatMap(([, list]) => list);
-  const [x0, x1] = range(points.map((p) => p[0]), false), [y0, y1] = range(points.map((p) => p[1]), chart.zero);
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++)
+    found.push(...[1, 2, 5].map((factor) => factor * 10 ** power).filter((value) => value >= low && value <= high));
+  return found.length > 1 ? found : ticks(low, high, 5);
+}
+
+function smoothedSeries([name, list]) {
+  const values = smoothed(list.map((point) => point[1]), list.length > FEW_POINTS ? smoothingShare() : 0);
+  return [name, list.map(([x], number) => [x, values[number]])];
+}
+
+function drawChart(given) {
+  const chart = { ...given, series: given.series.map(smoothedSeries) };
+  const points = chart.series.flatMap(([, list]) => list), log = isLog(points.every((point) => point[1] > 0));
+  const [x0, x1] = range(points.map((p) => p[0]), false);
+  const [y0, y1] = range(points.map((p) => p[1]), chart.zero && !log), scale = log ? Math.log10 : (value) => value;
   const x = (value) => LEFT + (value - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => HEIGHT - BOTTOM - (value - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => HEIGHT - BOTTOM - (scale(value) - scale(y0)) / (scale(y1) - scale(y0)) * (HEIGHT - TOP - BOTTOM);
   const picture = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": chart.title });
-  for (const value of ticks(y0, y1, 5)) {
+  for (const value of log ? logTicks(y0, y1) : ticks(y0, y1, 5)) {
     picture.append(shape("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     picture.append(shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
@@ -95,6 +108,11 @@ function drawGates(gates) {
     make("div", { class: "legend" }, ...legend));
 }
 
+function drawCharts() {
+  control("switches").hidden = charts.length === 0;
+  control("charts").replaceChildren(...charts.map(drawChart));
+}
+
 function drawPhases(phases) {
   const lines = phases.map(([title, verdict, time]) => `${verdict.padEnd(6)} ${title}, judged ${time}`);
   return make("div", { class: "box" }, make("h2", {}, "launch phases"), make("pre", {}, lines.join("\n")));
@@ -103,36 +121,36 @@ function drawPhases(phases) {
 function draw(state) {
   shown = state;
   document.title = `${state.state} · ${state.name}`;
-  byId("state").textContent = state.state.toUpperCase();
-  byId("state").className = state.state;
-  for (const name of ["name", "headline", "model", "progress"]) byId(name).textContent = state[name];
-  byId("bar").value = state.share;
-  byId("alerts").replaceChildren(...state.alerts.map(([level, text]) => make("p", { class: level }, text)));
-  byId("tiles").replaceChildren(...state.tiles.map(([label, text]) =>
+  control("state").textContent = state.state.toUpperCase();
+  control("state").className = state.state;
+  for (const name of ["name", "headline", "model", "progress"]) control(name).textContent = state[name];
+  control("bar").value = state.share;
+  control("alerts").replaceChildren(...state.alerts.map(([level, text]) => make("p", { class: level }, text)));
+  control("tiles").replaceChildren(...state.tiles.map(([label, text]) =>
     make("div", { class: "box" }, make("span", { class: "dim" }, label), make("b", {}, text))));
   if (state.charts) {
     charts = state.charts;
-    byId("charts").replaceChildren(...charts.map(drawChart));
+    drawCharts();
   }
   const panels = state.panels.map(([title, lines]) =>
     make("div", { class: "box" }, make("h2", {}, title), make("pre", {}, lines.join("\n"))));
   if (state.phases.length) panels.unshift(drawPhases(state.phases));
   if (state.gates.length) panels.unshift(drawGates(state.gates));
-  byId("more").replaceChildren(...panels);
+  control("more").replaceChildren(...panels);
   drawAge();
 }
 
 function drawAge() {
   if (!shown) return;
   const age = Math.max(0, Math.round((Date.now() - Date.parse(shown.taken_at)) / 1000));
-  byId("age").textContent = `as of ${shown.taken_at}` + (age > 5 ? `, ${age} s ago` : "");
+  control("age").textContent = `as of ${shown.taken_at}` + (age > 5 ? `, ${age} s ago` : "");
   const waits = ["running", "starting", "restarting"].includes(shown.state);
   if (stored && waits && age > STALE_S)
-    byId("connection").textContent = `this page was not renewed for ${Math.round(age / 60)} minutes: look at the machine`;
+    control("connection").textContent = `this page was not renewed for ${Math.round(age / 60)} minutes: look at the machine`;
 }
 
 function drawRuns(runs, chosen) {
-  byId("runs").replaceChildren(...(runs.length < 2 ? [] : runs.map((run) => {
+  control("runs").replaceChildren(...(runs.length < 2 ? [] : runs.map((run) => {
     const query = new URLSearchParams(location.search);
     query.set("run", run.name);
     const step = run.steps ? `${run.step}/${run.steps}` : run.step;
@@ -143,10 +161,18 @@ function drawRuns(runs, chosen) {
 
 function follow() {
   const source = new EventSource("events" + location.search);
-  source.addEventListener("state", (event) => { byId("connection").textContent = ""; draw(JSON.parse(event.data)); });
+  source.addEventListener("state", (event) => { control("connection").textContent = ""; draw(JSON.parse(event.data)); });
   source.addEventListener("runs", (event) => { const { runs, chosen } = JSON.parse(event.data); drawRuns(runs, chosen); });
-  source.onerror = () => { byId("connection").textContent = "no connection to tamis monitor; trying again"; };
+  source.onerror = () => { control("connection").textContent = "no connection to tamis monitor; trying again"; };
 }
 
+// A stored page loads itself again every minute: the switches stay as they are.
+control("smoothing").value = sessionStorage.getItem("smoothing") || 0;
+control("log").checked = sessionStorage.getItem("log") === "true";
+for (const name of ["smoothing", "log"]) control(name).addEventListener("input", () => {
+  sessionStorage.setItem("smoothing", control("smoothing").value);
+  sessionStorage.setItem("log", control("log").checked);
+  drawCharts();
+});
 setInterval(drawAge, 1000);
 if (stored) draw(stored); else follow();

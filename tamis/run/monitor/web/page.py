@@ -5,14 +5,13 @@ Only the name of the run's folder is shown, not the path to it, which often hold
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tamis.run.checks.evidence import Evidence
@@ -21,7 +20,7 @@ from tamis.run.eta import duration_text
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import Gpu
 from tamis.run.handover.curves import Series, thinned
-from tamis.run.handover.report import CHARTS
+from tamis.run.handover.report import CHARTS, own_file, script_json
 from tamis.run.monitor.command import finite_or_text
 from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.snapshot import Snapshot, active_directory, read_snapshot
@@ -59,7 +58,7 @@ def page_state(run_dir: str | Path, files: GrowingFiles, gpus: Sequence[Gpu] | N
 
 def render_page(states: Mapping[str, Any] | None, title: str) -> str:
     """The HTML: with a state, a page of its own; with None, one that follows the server it came from."""
-    return _template().render(title=title, state=_json(states), script=Markup(_script()))
+    return _template().render(title=title, state=script_json(states), script=_script())
 
 
 def _model(snapshot: Snapshot) -> str:
@@ -118,15 +117,11 @@ def _series(series: Series) -> list[list[Any]]:
 
 @cache
 def _template() -> Any:
-    environment = Environment(loader=PackageLoader(PACKAGE, "."), autoescape=True, undefined=StrictUndefined)
+    folders = ChoiceLoader([PackageLoader(PACKAGE, "."), PackageLoader("tamis.run.handover", ".")])
+    environment = Environment(loader=folders, autoescape=True, undefined=StrictUndefined)
     return environment.get_template("live.html.jinja")
 
 
 @cache
-def _script() -> str:
-    return (package_files(PACKAGE) / "live.js").read_text(encoding="utf-8")
-
-
-def _json(value: Any) -> Markup:
-    """JSON that cannot end the script element around it."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+def _script() -> Markup:
+    return own_file("curves.js") + Markup((package_files(PACKAGE) / "live.js").read_text(encoding="utf-8"))
