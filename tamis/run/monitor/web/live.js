@@ -2,6 +2,7 @@
 
 const COLOURS = ["#2f6fed", "#e4572e", "#17a398", "#a64ac9", "#d4a017", "#5c6b7a", "#c2185b", "#558b2f"];
 const WIDTH = 460, HEIGHT = 220, LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const FLAT = 5e-4;  // a smaller share of the value, which labels of four digits do not show, is drawn as a flat line
 const FEW_POINTS = 30;  // fewer, as of validation, are not smoothed
 const STALE_S = 300;  // a stored page is renewed every minute
 let charts = [], shown = null;
@@ -39,7 +40,7 @@ function ticks(low, high, count) {
 function range(values, fromZero) {
   let low = Math.min(...values), high = Math.max(...values);
   if (fromZero) low = Math.min(0, low);
-  if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
+  if (high - low <= FLAT * Math.abs(high)) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
   return [low, fromZero ? high * 1.05 : high];
 }
 
