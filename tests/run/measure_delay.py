@@ -1,8 +1,9 @@
-"""Measure what messages, copies, cost and the live page add to a training step: `python -m tests.run.measure_delay`.
+"""Measure what everything around a trainer adds to its steps: `python -m tests.run.measure_delay --minutes 10`.
 
-Pairs of runs of the real trainer: one under the supervisor alone, one as `tamis launch` with messages to a local HTTP
-receiver, copies of every checkpoint, cost keys, OUT/live.html, and `tamis monitor --web` with a reader. The order in a
-pair alternates. Runs by hand, because it takes minutes. The last line of the output is JSON.
+One `tamis launch` of the real trainer, with messages to a local HTTP receiver, copies of every checkpoint, cost keys,
+OUT/live.html, a spare worker, and `tamis monitor --web` with a reader. All of it, the supervisor included, is stopped
+and continued in turn while the trainer goes on, so that steps with and without it come from one process. What could not
+be done meanwhile is done afterwards: the delay is overstated. Runs by hand. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -10,127 +11,142 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import random
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tamis.config import Config, build_config, load_config
+import psutil
+
+from tamis.config import Config, build_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
-from tamis.run.supervise.supervisor import supervise
 from tests.faults.forking_trainer import tiny_real_config
 from tests.faults.launched import as_operators_do
 from tests.run.notify.receiver import Receiver
 
-ROOT = Path(__file__).parents[2]
-WARM_UP = 30  # steps that are not counted
+BLOCK_S = 3.0
+PATIENCE_S = 300.0
 DIGEST_HOURS = 20 / 3600  # a message every 20 s is more than any operator asks for
 LARGER = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_ff": 256}
+RESAMPLES = 10_000
+Block = tuple[float, float]  # Unix time of its begin and end
 
 
-def config_for(out: Path, steps: int) -> Config:
-    sections = tiny_real_config(out, steps=steps, seq_len=256, save_every=50, eval_every=0).model_dump()
+def config_for(out: Path) -> Config:
+    sections = tiny_real_config(out, steps=10**6, seq_len=128, save_every=100, eval_every=0).model_dump()
     return build_config(sections | {"model": sections["model"] | LARGER})
 
 
-def step_seconds(out: Path, *, everything: bool, steps: int) -> list[float]:
-    """Train in `out`; returns the times of its steps."""
-    out.mkdir(parents=True)
-    file = out.with_suffix(".yaml")
-    file.write_text(config_for(out, steps).to_yaml())
-    environment = {**as_operators_do(), "OMP_NUM_THREADS": "1"}
-    if everything:
-        with operated(out) as (overrides, address):
-            command = ["-m", "tamis", "launch", str(file), *overrides]
-            _run(command, environment | {"TAMIS_NOTIFY": address}, out)
-    else:
-        _run(["-m", "tests.run.measure_delay", "--supervise", str(file)], environment, out)
-    beats = read_heartbeats(RunDirectory(out).heartbeat(0))
-    return [beat.dt_step_s for beat in beats if beat.phase == "step_end" and beat.dt_step_s and beat.step > WARM_UP]
-
-
-def _run(arguments: list[str], environment: dict[str, str], out: Path) -> None:
-    with open(out.with_suffix(".log"), "wb") as log:
-        done = subprocess.run([sys.executable, "-u", *arguments], env=environment, stdout=log, stderr=log, cwd=ROOT)
-    assert done.returncode == 0, out.with_suffix(".log").read_text()[-3000:]
-
-
 @contextlib.contextmanager
-def operated(out: Path) -> Iterator[tuple[list[str], str]]:
-    """A receiver of messages and a read live page; yields the launch's overrides and the receiver's address."""
-    receiver = Receiver()
-    page = subprocess.Popen(
-        [sys.executable, "-u", "-m", "tamis", "monitor", str(out), "--web", "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert page.stdout is not None
-    url = next(line for line in page.stdout if "http://" in line).split("http://")[1].split()[0]
-    followed: list[int] = []
-    threading.Thread(target=follow, args=(f"http://{url}events", followed), daemon=True).start()
-    copies = out.with_suffix(".copies")
+def launched(out: Path) -> Iterator[Callable[[int], None]]:
+    """Train with everything; yields a function that sends a signal to all processes around the trainer."""
+    out.with_suffix(".yaml").write_text(config_for(out).to_yaml())
+    receiver, copies, seen = Receiver(), out.with_suffix(".copies"), threading.Event()
+    environment = {**as_operators_do(), "OMP_NUM_THREADS": "1", "TAMIS_NOTIFY": f"http://{receiver.place}/"}
     keys = [f"copy.to=file://{copies}", "cost.per_hour=2.5", "cost.max=1000", f"notify.digest_hours={DIGEST_HOURS}"]
+    program = [sys.executable, "-u", "-m", "tamis"]
+    with open(out.with_suffix(".log"), "wb") as log:
+        command = [*program, "launch", str(out.with_suffix(".yaml")), *keys]
+        launch = subprocess.Popen(command, env=environment, cwd=out.parent, stdout=log, stderr=log)
+    run = RunDirectory(out)
+    _until(lambda: any(beat.step > 50 for beat in read_heartbeats(run.heartbeat(0), tail=3)), out)
+    page = subprocess.Popen([*program, "monitor", str(out), "--web", "--port", "0"], stdout=subprocess.PIPE)
+    worker = psutil.Process(read_heartbeats(run.heartbeat(0), tail=1)[-1].pid)
+
+    def send(number: int) -> None:
+        trainer = {worker.pid, *(child.pid for child in worker.children(recursive=True))}
+        supervisor = psutil.Process(launch.pid)
+        for process in [supervisor, *supervisor.children(recursive=True), psutil.Process(page.pid)]:
+            if process.pid not in trainer:
+                process.send_signal(number)
+
     try:
-        yield keys, f"http://{receiver.place}/"
+        assert page.stdout is not None
+        url = re.search(rb"http://\S+", page.stdout.readline())
+        assert url is not None
+        threading.Thread(target=follow, args=(f"{url[0].decode()}events", seen), daemon=True).start()
+        yield send
+        send(signal.SIGCONT)
+        run.halt.touch()
+        assert launch.wait(PATIENCE_S) == 3, out.with_suffix(".log").read_text()[-3000:]
     finally:
-        page.kill()
-        page.wait()
+        for started in (launch, page):
+            started.kill()
+            started.wait()
         receiver.close()
-    assert receiver.accepted and sum(followed) and any(copies.rglob("*.pt")), "nothing was measured"
+    assert receiver.accepted and seen.is_set() and any(copies.rglob("*.pt")), "there was nothing to measure"
 
 
-def follow(url: str, followed: list[int]) -> None:
+def _until(condition: Callable[[], bool], out: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, out.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def follow(url: str, seen: threading.Event) -> None:
     """Read the page's events until it is gone."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url) as events:
         for line in events:
-            followed.append(line.startswith(b"event: state"))
+            if line.startswith(b"event: state"):
+                seen.set()
+
+
+def alternate(send: Callable[[int], None], minutes: float) -> list[tuple[Block, Block]]:
+    """Blocks with everything and without it, in turn; returns the pairs."""
+    deadline, pairs = time.monotonic() + 60 * minutes, []
+    while time.monotonic() < deadline:
+        blocks = {}
+        for number in (signal.SIGCONT, signal.SIGSTOP) if len(pairs) % 2 else (signal.SIGSTOP, signal.SIGCONT):
+            send(number)
+            begin = time.time()
+            time.sleep(BLOCK_S)
+            blocks[number] = (begin, time.time())
+        pairs.append((blocks[signal.SIGCONT], blocks[signal.SIGSTOP]))
+    return pairs
+
+
+def delays(run: RunDirectory, pairs: list[tuple[Block, Block]]) -> dict[str, object]:
+    """Delay in percent, from each pair's median and mean step, with 95% intervals from resampled pairs."""
+    steps = [(beat.ts, beat.dt_step_s) for beat in read_heartbeats(run.heartbeat(0)) if beat.dt_step_s]
+
+    def within(block: Block) -> list[float]:
+        return [seconds for ts, seconds in steps if block[0] + seconds < ts < block[1]]
+
+    timed = [(within(on), within(off)) for on, off in pairs]
+    result: dict[str, object] = {"pairs": len(timed), "steps": sum(len(on) + len(off) for on, off in timed)}
+    for name, measure in (("median", statistics.median), ("mean", statistics.mean)):
+        percents = [100 * (measure(on) / measure(off) - 1) for on, off in timed]
+        dice = random.Random(1)
+        means = sorted(statistics.median(dice.choices(percents, k=len(percents))) for _ in range(RESAMPLES))
+        interval = means[RESAMPLES // 40], means[-RESAMPLES // 40]
+        result[f"{name}_step_ms_without"] = round(1000 * statistics.median(measure(off) for _, off in timed), 2)
+        result[f"{name}_step_delay_percent"] = round(statistics.median(percents), 2)
+        result[f"{name}_step_delay_interval"] = [round(value, 2) for value in interval]
+    return result
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.run.measure_delay", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=800, help="of each run")
-    parser.add_argument("--supervise", metavar="FILE", help=argparse.SUPPRESS)  # the run of a pair that has nothing
+    parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args(argv)
-    if options.supervise:
-        return supervise(load_config(options.supervise))
-    os.chdir(tempfile.mkdtemp(prefix="tamis_delay_"))
-    rows: list[dict[str, float]] = []
-    for pair in range(options.pairs):
-        times = {
-            everything: step_seconds(
-                Path(f"{pair}_{everything}").absolute(), everything=everything, steps=options.steps
-            )
-            for everything in ((False, True) if pair % 2 == 0 else (True, False))
-        }
-        off, on = times[False], times[True]
-        rows.append(
-            {
-                "median_off_ms": 1000 * statistics.median(off),
-                "median_on_ms": 1000 * statistics.median(on),
-                "median_delay_percent": 100 * (statistics.median(on) / statistics.median(off) - 1),
-                "mean_delay_percent": 100 * (statistics.mean(on) / statistics.mean(off) - 1),
-            }
-        )
-        print("  ".join(f"{name} {value:.2f}" for name, value in rows[-1].items()), flush=True)
-    print(json.dumps({"steps": options.steps, **summary(rows)}))
+    out = Path(tempfile.mkdtemp(prefix="tamis_delay_")) / "run"
+    with launched(out) as send:
+        pairs = alternate(send, options.minutes)
+    result = delays(RunDirectory(out), pairs)
+    for name, value in result.items():
+        print(f"{name:<28}{value}")
+    print(json.dumps(result))
     return 0
-
-
-def summary(rows: list[dict[str, float]]) -> dict[str, object]:
-    """The median over the pairs, and the lowest and highest of them."""
-    columns = {name: sorted(row[name] for row in rows) for name in rows[0]}
-    return {
-        name: [round(value, 2) for value in (statistics.median(values), values[0], values[-1])]
-        for name, values in columns.items()
-    }
 
 
 if __name__ == "__main__":
