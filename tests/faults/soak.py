@@ -178,12 +178,13 @@ class FaultyRun:
     def losses(self) -> list[tuple[str, dict[str, float]]]:
         """For each fault, the seconds from the last step before it ended until training was further, and their parts.
 
-        A worker that starts again splits them: until it starts, imports, opens data and model, its first step, the
-        steps computed again.
+        Steps that were made in this time count as kept. A worker that starts again splits the seconds: until it starts,
+        imports, opens data and model, what its first step takes longer, the steps computed again.
         """
         beats = read_heartbeats(self.run.heartbeat(0))
         ends = [beat for beat in beats if beat.phase == "step_end"]
         starts = [event["ts"] for event in read_events(self.run) if event["event"] == "start"]
+        step_s = statistics.median(beat.dt_step_s or 0.0 for beat in ends)
         found = []
         for kind, _, end in self.faults:
             if kind in RELAUNCHED:  # the worker went on until it noticed
@@ -198,9 +199,11 @@ class FaultyRun:
             if None not in marks and further.pid != before.pid:
                 marks += [next(b.ts for b in ends if b.pid == further.pid), further.ts]
                 parts = dict(zip(PARTS, (b - a for a, b in pairwise(marks)), strict=True))  # type: ignore[operator, type-var]
+                parts["first_step"] -= step_s
             else:
                 parts = {}
-            found.append((kind, {"all": further.ts - before.ts, **parts}))
+            lost_s = further.ts - before.ts - (further.step - before.step) * step_s
+            found.append((kind, {"all": lost_s, **parts}))
         return found
 
     def false_alarms(self) -> list[str]:
@@ -295,9 +298,21 @@ def figures(runs: list[FaultyRun]) -> dict[str, Any]:
         "kept_share_of_steps": round(kept / (kept + lost), 4),
         "kept_share_of_wall_time": round(kept * step_s / wall_s, 4),
         "wall_s": round(wall_s),
+        "lost_share_of_wall_time": lost_shares(losses, wall_s, kept * step_s),
         "false_alarms": [alarm for run in runs for alarm in run.false_alarms()],
         "identical": all(run.is_same for run in runs),
     }
+
+
+def lost_shares(losses: list[tuple[str, dict[str, float]]], wall_s: float, kept_s: float) -> dict[str, float]:
+    """What took the time that no kept step used; the rest is first starts, saves and evaluations."""
+    seconds: Counter[str] = Counter()
+    for kind, parts in losses:
+        cause = "stopped" if kind == "stop" else "relaunches" if kind in RELAUNCHED else "restarts"
+        again = parts.get("steps_again", 0.0)
+        seconds.update({cause: parts["all"] - again, "steps_again": again})
+    seconds["rest"] = wall_s - kept_s - seconds.total()
+    return {cause: round(value / wall_s, 4) for cause, value in seconds.items()}
 
 
 def mean_parts(kind: str, losses: list[tuple[str, dict[str, float]]]) -> dict[str, float]:
