@@ -35,6 +35,7 @@ from tests.run.notify.receiver import Receiver
 
 BLOCK_S = 3.0
 PATIENCE_S = 300.0
+LOADING_S = 30.0  # the spare worker starts and imports once
 DIGEST_HOURS = 20 / 3600  # a message every 20 s is more than any operator asks for
 LARGER = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_ff": 256}
 RESAMPLES = 10_000
@@ -47,8 +48,8 @@ def config_for(out: Path) -> Config:
 
 
 @contextlib.contextmanager
-def launched(out: Path) -> Iterator[Callable[[int], None]]:
-    """Train with everything; yields a function that sends a signal to all processes around the trainer."""
+def launched(out: Path) -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Train with everything; yields a function that lists the processes around the trainer."""
     out.with_suffix(".yaml").write_text(config_for(out).to_yaml())
     receiver, copies, seen = Receiver(), out.with_suffix(".copies"), threading.Event()
     environment = {**as_operators_do(), "OMP_NUM_THREADS": "1", "TAMIS_NOTIFY": f"http://{receiver.place}/"}
@@ -62,20 +63,19 @@ def launched(out: Path) -> Iterator[Callable[[int], None]]:
     page = subprocess.Popen([*program, "monitor", str(out), "--web", "--port", "0"], stdout=subprocess.PIPE)
     worker = psutil.Process(read_heartbeats(run.heartbeat(0), tail=1)[-1].pid)
 
-    def send(number: int) -> None:
+    def around() -> list[psutil.Process]:
         trainer = {worker.pid, *(child.pid for child in worker.children(recursive=True))}
         supervisor = psutil.Process(launch.pid)
-        for process in [supervisor, *supervisor.children(recursive=True), psutil.Process(page.pid)]:
-            if process.pid not in trainer:
-                process.send_signal(number)
+        processes = [supervisor, *supervisor.children(recursive=True), psutil.Process(page.pid)]
+        return [process for process in processes if process.pid not in trainer]
 
     try:
         assert page.stdout is not None
         url = re.search(rb"http://\S+", page.stdout.readline())
         assert url is not None
         threading.Thread(target=follow, args=(f"{url[0].decode()}events", seen), daemon=True).start()
-        yield send
-        send(signal.SIGCONT)
+        yield around
+        send(signal.SIGCONT, around())
         run.halt.touch()
         assert launch.wait(PATIENCE_S) == 3, out.with_suffix(".log").read_text()[-3000:]
     finally:
@@ -84,6 +84,17 @@ def launched(out: Path) -> Iterator[Callable[[int], None]]:
             started.wait()
         receiver.close()
     assert receiver.accepted and seen.is_set() and any(copies.rglob("*.pt")), "there was nothing to measure"
+
+
+def send(number: int, processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> dict[str, float]:
+    """User and system time by process and what it runs."""
+    times = {" ".join(process.cmdline()[2:6]): process.cpu_times() for process in processes}
+    return {name: used.user + used.system for name, used in times.items()}
 
 
 def _until(condition: Callable[[], bool], out: Path) -> None:
@@ -101,13 +112,13 @@ def follow(url: str, seen: threading.Event) -> None:
                 seen.set()
 
 
-def alternate(send: Callable[[int], None], minutes: float) -> list[tuple[Block, Block]]:
+def alternate(around: Callable[[], list[psutil.Process]], minutes: float) -> list[tuple[Block, Block]]:
     """Blocks with everything and without it, in turn; returns the pairs."""
     deadline, pairs = time.monotonic() + 60 * minutes, []
     while time.monotonic() < deadline:
         blocks = {}
         for number in (signal.SIGCONT, signal.SIGSTOP) if len(pairs) % 2 else (signal.SIGSTOP, signal.SIGCONT):
-            send(number)
+            send(number, around())
             begin = time.time()
             time.sleep(BLOCK_S)
             blocks[number] = (begin, time.time())
@@ -140,9 +151,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args(argv)
     out = Path(tempfile.mkdtemp(prefix="tamis_delay_")) / "run"
-    with launched(out) as send:
-        pairs = alternate(send, options.minutes)
+    with launched(out) as around:
+        time.sleep(LOADING_S)
+        began, before = time.monotonic(), cpu_seconds(around())
+        pairs = alternate(around, options.minutes)
+        used, wall_s = cpu_seconds(around()), time.monotonic() - began
     result = delays(RunDirectory(out), pairs)
+    shares = {name: 100 * (seconds - before.get(name, 0.0)) / wall_s for name, seconds in used.items()}
+    result["percent_of_a_core"] = {name: round(share, 2) for name, share in shares.items()}
     for name, value in result.items():
         print(f"{name:<28}{value}")
     print(json.dumps(result))
