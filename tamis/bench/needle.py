@@ -1,20 +1,20 @@
-"""`tamis bench needle`: trains a small NSA model to find facts far beyond its window, then ablates each branch.
+"""`tamis bench needle`: trains a small NSA model and its dense twin on retrieval tasks, and measures both.
 
-The task hides facts in a long filler and asks for them at the end. A fact is one token that joins a key and a value; a
-question is a key, and its answer the value. The facts are adjacent: a mean over their block shows that they are there
-but mixes their values, so the answer must be read from the token itself. The filler follows a local rule (each token is
-determined by the one two before it), which is work for short-range attention.
+One model learns all tasks of `retrieval_tasks` at once, at lengths that grow. The twin has as many parameters and reads
+the same texts in the same order. Accuracy is the share of questions whose answers are all right; each answer is
+predicted after the right ones before it, so for a chain this is the share that greedy decoding gets right.
 
-Measures accuracy by depth and length, and with each branch removed: its gate shut, or, for the scores, every compressed
-key zeroed, so that nothing guides the selection. The miniature takes seconds on a CPU. Prints tables, then JSON.
+Measures accuracy by length and depth, and for NSA with each branch removed: its gate shut, or, for the scores, every
+compressed key zeroed, so that nothing guides the selection. Prints tables, then JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,31 +24,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.layer import NSAAttention
+from tamis.bench.retrieval_tasks import RetrievalTask, RetrievalTexts, make_texts, retrieval_tasks, vocabulary_size
 from tamis.config import Config, build_config
+from tamis.config.size import dense_twin, parameter_count
 from tamis.model import Decoder
-
-KEYS, VALUES, FILLERS = 8, 8, 16
-FIRST_FACT = FILLERS
-FIRST_QUESTION = FIRST_FACT + KEYS * VALUES
-FIRST_ANSWER = FIRST_QUESTION + KEYS
-RESTART = 12  # tokens after which the filler restarts: nothing far away helps to predict it
-ECHO = 2  # the filler's rule: one more than the token this far back
+from tamis.run.files.console import say
 
 BRANCHES = ("compressed", "selected", "window")
 ABLATIONS = (*BRANCHES, "scores")
 DEPTHS = 5  # bins from the first token to the last one beyond the window
-LOCAL_WEIGHT = 0.1  # of the filler's loss: the rule is easy and would dominate the facts
 EMBEDDING_SCALE, MATRIX_SCALE = 20.0, 2.0  # a tiny model at the usual scale needs several times the steps
+OTHER_TEXTS = 1_000_003  # added to the seed: measured texts are not those of training
 
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """Sizes of the task and the model; the defaults are the miniature."""
+    """Sizes of the tasks and the model; the defaults are the miniature."""
 
-    lengths: tuple[int, ...] = (64, 128)
-    steps: int = 800
-    batch: int = 32
-    questions: int = 4
+    lengths: tuple[int, ...] = (48, 96)  # trained on, shortest first
+    steps: int = 600
+    tokens: int = 2304  # in a batch; at least one text
+    names: int = 8
     layers: int = 1
     dim: int = 32
     heads: int = 4
@@ -57,148 +53,124 @@ class NeedleSettings:
     l: int = 8  # noqa: E741  as the configs name it
     d: int = 4
     l_sel: int = 8
-    n_sel: int = 4
+    n_sel: int = 6  # all blocks of the shortest texts: what a fact means is learned first, then where it is
     w: int = 8
     phi: str = "avg"
     lr: float = 1e-2
     seed: int = 0
-    rope_base: float = 10000.0
-    growing: bool = False  # lengths from the shortest to the longest; else they take turns
-    tokens: int = 1 << 19  # most tokens in a batch
+    rope_base: float = 1e8  # most angles hardly change over 65,536 tokens, so a key matches at any distance
     shown: tuple[int, ...] = ()  # lengths measured; empty: those trained on
-    examples: int = 256  # fresh texts of each length measured
+    examples: int = 256  # questions of each task and length measured
+    only: tuple[str, ...] = ()  # names of the tasks; empty: all
 
     @property
     def measured(self) -> tuple[int, ...]:
         return self.shown or self.lengths
 
-    def sequences(self, length: int) -> int:
-        return max(1, min(self.batch, self.tokens // length))
+    @property
+    def tasks(self) -> tuple[RetrievalTask, ...]:
+        known = {task.name: task for task in retrieval_tasks(self.names)}
+        if unknown := [name for name in self.only if name not in known]:
+            raise ValueError(f"--task {unknown[0]!r} is not one of {', '.join(known)}")
+        return tuple(task for name, task in known.items() if not self.only or name in self.only)
+
+    def texts(self, length: int) -> int:
+        """Texts in a batch."""
+        return max(1, self.tokens // length)
 
     def length_of(self, step: int) -> int:
-        if not self.growing:
-            return self.lengths[step % len(self.lengths)]
-        # Alternate the longest so far and the one before it; the longest of all is reached half way.
-        reached = min(len(self.lengths) - 1, 2 * step * len(self.lengths) // self.steps)
-        return self.lengths[max(0, reached - step % 2)]
+        """Return the longest length reached at even steps, and at odd ones each length up to it in turn.
+
+        A fifth of the steps has the shortest length, the next two fifths reach the longest.
+        """
+        grown = (step / self.steps - 0.2) / 0.4
+        reached = int(max(0.0, min(1.0, grown)) * (len(self.lengths) - 1))
+        return self.lengths[reached if step % 2 == 0 else step // 2 % (reached + 1)]
 
     def config(self) -> Config:
         model = {"name": "needle", "dim": self.dim, "n_layers": self.layers, "n_heads": self.heads, "d_k": self.d_k,
                  "n_kv_groups": self.groups, "d_ff": 2 * self.dim, "rope_base": self.rope_base}  # fmt: skip
         nsa = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w, "phi": self.phi}
+        data = {"tokenizer": "generated", "vocab_size": vocabulary_size(self.names)}
         train = {"seq_len": max(self.lengths + self.shown), "aux_stats": False}
-        return build_config({"model": model, "nsa": nsa, "data": {"tokenizer": "byte"}, "train": train})
+        return build_config({"model": model, "nsa": nsa, "data": data, "train": train})
 
 
-# For a GPU: a window of 16 tokens, facts up to 65,536 tokens away, four times farther than any in training. With this
-# base most angles hardly change over such a distance, so a key matches at any distance.
+# For a GPU: a query reads 272 tokens, and a compressed key for every 8 of up to 65,536.
 LARGE = NeedleSettings(
-    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-    shown=(512, 2048, 8192, 16384, 32768, 65536),
-    growing=True,
-    steps=2000,
-    batch=64,
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    shown=(4096, 8192, 16384, 32768, 65536),
+    steps=3000,
     tokens=1 << 15,
-    dim=64,
+    names=16,
+    dim=128,
     d_k=32,
-    l=16,
+    l=8,
     d=8,
     l_sel=16,
-    n_sel=8,
+    n_sel=16,
     w=16,
-    lr=5e-3,
-    rope_base=1e8,
-    examples=48,
+    lr=4e-3,
+    examples=128,
 )
-
-
-@dataclass(frozen=True)
-class Needles:
-    """Tokens `[B,L]`, the position of each question, the depth of its fact (0 first, 1 last possible), its answer."""
-
-    tokens: Tensor
-    questions_BQ: Tensor
-    depths_BQ: Tensor
-    answers_BQ: Tensor
-    predictable_BL: Tensor  # positions whose next token follows from the filler's rule
-
-
-def make_needles(batch: int, length: int, window: int, questions: int, generator: torch.Generator) -> Needles:
-    """Hide one fact for each question, with its own key, more than `window` tokens before the questions."""
-    tail = 2 * questions
-    reach = length - tail - window
-    if reach < questions:
-        raise ValueError(f"{length} tokens leave no room for {questions} facts beyond a window of {window}")
-    tokens, predictable = _filler(batch, length, generator)
-    first = torch.randint(reach - questions + 1, (batch, 1), generator=generator)
-    positions = first + torch.stack([torch.randperm(questions, generator=generator) for _ in range(batch)])
-    keys = torch.stack([torch.randperm(KEYS, generator=generator)[:questions] for _ in range(batch)])
-    values = torch.randint(VALUES, (batch, questions), generator=generator)
-    tokens.scatter_(1, positions, FIRST_FACT + keys * VALUES + values)
-    at = length - tail + 2 * torch.arange(questions).expand(batch, -1)
-    tokens.scatter_(1, at, FIRST_QUESTION + keys)
-    tokens.scatter_(1, at + 1, FIRST_ANSWER + values)
-    is_filler = tokens < FILLERS
-    # A token is predictable if it, the one it echoes and the one before it are filler.
-    known = predictable & is_filler
-    known[:, ECHO:] &= is_filler[:, :-ECHO]
-    predictable_next = torch.zeros_like(known)
-    predictable_next[:, :-1] = known[:, 1:]
-    return Needles(tokens, at, positions / max(1, reach - 1), FIRST_ANSWER + values, predictable_next)
-
-
-def _filler(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return runs of RESTART tokens, each begun by ECHO random ones, and which tokens the rule determines."""
-    runs = -(-length // RESTART)
-    seeds = torch.randint(FILLERS, (batch, runs, ECHO), generator=generator)
-    step = torch.arange(RESTART)
-    tokens = (seeds[:, :, step % ECHO] + step // ECHO) % FILLERS
-    ruled = (step >= ECHO).expand(batch, runs, RESTART)
-    return tokens.flatten(1)[:, :length].contiguous(), ruled.flatten(1)[:, :length].contiguous()
 
 
 def measure_needle(
     setting: NeedleSettings | None = None, *, device: str = "cpu", out_dir: str | Path = "artifacts/bench"
 ) -> dict[str, Any]:
-    """Train, then measure on fresh sequences; write needle.json and print tables and the same document."""
+    """Train NSA and its twin and measure them on fresh texts; write needle.json, print tables and the document."""
     setting, place = setting or NeedleSettings(), torch.device(device)
-    started = time.perf_counter()
-    model = train_needle(setting, place)
-    trained_s = time.perf_counter() - started
-    print(f"trained {setting.steps} steps on lengths {list(setting.lengths)} in {trained_s:.1f} s; window {setting.w}")
-    by_length = {length: accuracy_by_depth(model, setting, length, setting.examples) for length in setting.measured}
-    _print_depths(by_length)
-    ablations = {"nothing": _by_length(model, setting)}
-    for what in ABLATIONS:
-        with ablated(model, what):
-            ablations[what] = _by_length(model, setting)
-    _print_ablations(ablations)
-    document = {"bench": "needle", "setting": asdict(setting), "chance": 1 / VALUES, "trained_s": round(trained_s, 1),
-                "accuracy_by_depth": by_length, "ablations": ablations}  # fmt: skip
+    document: dict[str, Any] = {"bench": "needle", "setting": asdict(setting), "models": {}}
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "needle.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    config = setting.config()
+    for name, its_config in {"nsa": config, "dense": dense_twin(config)}.items():
+        document["models"][name] = _train_and_measure(name, its_config, setting, place)
+        (folder / "needle.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _print_tables(document["models"], setting)
     print(json.dumps(document))
     return document
 
 
-def train_needle(setting: NeedleSettings, device: torch.device) -> Decoder:
-    """Train a model from scratch."""
+def _train_and_measure(name: str, config: Config, setting: NeedleSettings, device: torch.device) -> dict[str, Any]:
+    started = time.perf_counter()
+    model = train_needle(config, setting, device)
+    trained_s = time.perf_counter() - started
+    by_length = {length: measure_tasks(model, setting, length) for length in setting.measured}
+    measured = {
+        "parameters": parameter_count(config),
+        "trained_s": round(trained_s, 1),
+        "accuracy": {
+            task: {length: by_length[length][task]["accuracy"] for length in by_length} for task in _names(setting)
+        },
+        "by_depth": {
+            task: {length: by_length[length][task]["by_depth"] for length in by_length} for task in _names(setting)
+        },
+    }
+    if name == "nsa":
+        measured["ablations"] = measure_ablations(model, setting)
+    say(f"{name}: trained in {trained_s:.1f} s, measured in {time.perf_counter() - started - trained_s:.1f} s")
+    return measured
+
+
+def train_needle(config: Config, setting: NeedleSettings, device: torch.device) -> Decoder:
+    """Train a model from scratch; what it reads depends on the settings alone."""
     torch.manual_seed(setting.seed)
-    model = Decoder(setting.config())
+    model = Decoder(config)
     _widen(model)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(setting.seed)
+    generator, order = torch.Generator(device).manual_seed(setting.seed), random.Random(setting.seed)
     for step in range(setting.steps):
         for group in optimizer.param_groups:
-            group["lr"] = setting.lr * min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / setting.steps)
-        length = setting.length_of(step)
-        needles = make_needles(setting.sequences(length), length, setting.w, setting.questions, generator)
-        _loss(model, needles, device).backward()
+            group["lr"] = setting.lr * min(1.0, (step + 1) / 20) * (1.0 - step / setting.steps)
+        loss = _loss(model, _batch(setting, setting.length_of(step), generator, order))
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if (step + 1) % max(1, setting.steps // 10) == 0:
+            say(f"step {step + 1} of {setting.steps}, {setting.length_of(step):,} tokens, loss {loss.item():.3f}")
     return model.eval()
 
 
@@ -209,58 +181,75 @@ def _widen(model: Decoder) -> None:
             parameter.mul_(EMBEDDING_SCALE if name.startswith("embedding") else MATRIX_SCALE)
 
 
-def _loss(model: Decoder, needles: Needles, device: torch.device) -> Tensor:
-    answers, following, expected = _predict(model, needles, device)
-    facts = F.cross_entropy(answers.flatten(0, 1), needles.answers_BQ.to(device).flatten())
-    return facts + LOCAL_WEIGHT * F.cross_entropy(following, expected)
+def _batch(
+    setting: NeedleSettings, length: int, generator: torch.Generator, order: random.Random
+) -> list[RetrievalTexts]:
+    """Return texts of all tasks in equal numbers; tasks that the last texts belong to are drawn at random."""
+    each, rest = divmod(setting.texts(length), len(setting.tasks))
+    more = order.sample(setting.tasks, rest)
+    counts = {task: each + (task in more) for task in setting.tasks}
+    return [make_texts(task, n, length, setting.w, setting.names, generator) for task, n in counts.items() if n]
 
 
-def _predict(model: Decoder, needles: Needles, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits of the answers `[B,Q,V]`, logits of the filler's predictable tokens, and those tokens."""
-    tokens = needles.tokens.to(device)
-    hidden, _ = model(tokens)
-    rows = torch.arange(len(tokens), device=device)[:, None]
-    answers = model.logits(hidden[rows, needles.questions_BQ.to(device)])
-    at = needles.predictable_BL.to(device).nonzero(as_tuple=True)
-    return answers, model.logits(hidden[at]), tokens.roll(-1, dims=1)[at]
+def _loss(model: Decoder, batch: list[RetrievalTexts]) -> Tensor:
+    """Return the mean over the tasks of the cross-entropy of their answers."""
+    of_tasks = []
+    for texts, logits in zip(batch, _logits_of_answers(model, batch), strict=True):
+        rows = torch.arange(len(texts.tokens_NL), device=logits.device)[:, None, None]
+        answers = texts.tokens_NL[rows, texts.at_NQA + 1]
+        of_tasks.append(F.cross_entropy(logits.flatten(0, 2).float(), answers.flatten()))
+    return torch.stack(of_tasks).mean()
+
+
+def _logits_of_answers(model: Decoder, batch: list[RetrievalTexts]) -> list[Tensor]:
+    """Return the logits `[N,Q,A,V]` of the answers of each task."""
+    tokens = torch.cat([texts.tokens_NL for texts in batch])
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        hidden, _ = model(tokens)
+        of_tasks = hidden.split([len(texts.tokens_NL) for texts in batch])
+        rows = [torch.arange(len(texts.tokens_NL), device=tokens.device)[:, None, None] for texts in batch]
+        return [model.logits(h[r, texts.at_NQA]) for h, r, texts in zip(of_tasks, rows, batch, strict=True)]
 
 
 @torch.no_grad()
-def accuracies(model: Decoder, setting: NeedleSettings, length: int, examples: int) -> dict[str, float]:
-    """Return the shares of facts found and of filler tokens predicted."""
-    found_NQ, predicted, _ = _measure(model, setting, length, examples)
-    return {"facts": round(found_NQ.mean().item(), 4), "filler": round(predicted, 4)}
+def measure_tasks(
+    model: Decoder, setting: NeedleSettings, length: int, examples: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return accuracy by task and, answer by answer, by depth; the texts are the same for every measurement."""
+    generator = torch.Generator(model.embedding.weight.device).manual_seed(setting.seed + OTHER_TEXTS)
+    measured = {}
+    for task in setting.tasks:
+        is_right, depths = [], []
+        for count in _pieces(-(-(examples or setting.examples) // task.questions), setting.texts(length)):
+            texts = make_texts(task, count, length, setting.w, setting.names, generator)
+            predicted = _logits_of_answers(model, [texts])[0].argmax(-1)
+            is_right.append((predicted[..., None] == texts.accepted_NQAA).any(-1))
+            depths.append(texts.depths_NQA)
+        right_NQA = torch.cat(is_right)
+        accuracy = right_NQA.all(-1).float().mean().item()
+        measured[task.name] = {"accuracy": round(accuracy, 4), "by_depth": _by_depth(right_NQA, torch.cat(depths))}
+    return measured
 
 
-def _by_length(model: Decoder, setting: NeedleSettings) -> dict[int, dict[str, float]]:
-    return {length: accuracies(model, setting, length, setting.examples) for length in setting.measured}
+def _pieces(total: int, most: int) -> Iterator[int]:
+    for first in range(0, total, most):
+        yield min(most, total - first)
 
 
-@torch.no_grad()
-def accuracy_by_depth(model: Decoder, setting: NeedleSettings, length: int, examples: int) -> list[float | None]:
-    """Return the share of facts found in each of DEPTHS parts of the reach, oldest first; None if it held no fact."""
-    found_NQ, _, depths_NQ = _measure(model, setting, length, examples)
-    part = (depths_NQ * DEPTHS).long().clamp_max(DEPTHS - 1)
-    parts = [found_NQ[part == i] for i in range(DEPTHS)]
-    return [round(found.mean().item(), 4) if len(found) else None for found in parts]
+def _by_depth(right_NQA: Tensor, depths_NQA: Tensor) -> list[float | None]:
+    """Return the share of right answers in each of DEPTHS parts of the text, oldest first; None if it held no fact."""
+    parts = [right_NQA[(depths_NQA * DEPTHS).floor().clamp_max(DEPTHS - 1) == i].float() for i in range(DEPTHS)]
+    return [round(part.mean().item(), 4) if len(part) else None for part in parts]
 
 
-def _measure(model: Decoder, setting: NeedleSettings, length: int, examples: int) -> tuple[Tensor, float, Tensor]:
-    """Return which facts were found, the share of the filler predicted, and the facts' depths, over fresh sequences.
-
-    The sequences come from another seed than training's, the same for every measurement.
-    """
-    generator = torch.Generator().manual_seed(setting.seed + 1_000_003)
-    at_once = max(1, setting.tokens // length)
-    found, depths, predicted, fillers = [], [], 0, 0
-    for first in range(0, examples, at_once):
-        needles = make_needles(min(at_once, examples - first), length, setting.w, setting.questions, generator)
-        answers, following, expected = _predict(model, needles, model.embedding.weight.device)
-        found.append((answers.argmax(-1).cpu() == needles.answers_BQ).float())
-        depths.append(needles.depths_BQ)
-        predicted += int((following.argmax(-1) == expected).sum())
-        fillers += len(expected)
-    return torch.cat(found), predicted / fillers, torch.cat(depths)
+def measure_ablations(model: Decoder, setting: NeedleSettings) -> dict[str, dict[str, float]]:
+    """Return accuracy by task at the longest length measured, whole and without each part, from fewer questions."""
+    ablations = {}
+    for what in ("nothing", *ABLATIONS):
+        with ablated(model, what) if what != "nothing" else contextlib.nullcontext():
+            measured = measure_tasks(model, setting, max(setting.measured), setting.examples // 4)
+        ablations[what] = {task: numbers["accuracy"] for task, numbers in measured.items()}
+    return ablations
 
 
 @contextlib.contextmanager
@@ -294,16 +283,28 @@ def _without_keys(layer: NSAAttention) -> Any:
     return without_keys
 
 
-def _print_depths(by_length: dict[int, list[float | None]]) -> None:
-    print("facts found, by depth (first column: the start of the text)")
-    for length, found in by_length.items():
-        print(f"{length:8d}" + "".join(f"{'–':>8}" if share is None else f"{share:8.2f}" for share in found))
+def _names(setting: NeedleSettings) -> list[str]:
+    return [task.name for task in setting.tasks]
 
 
-def _print_ablations(ablations: dict[str, dict[int, dict[str, float]]]) -> None:
-    print(f"facts found without a part, by length (chance: {1 / VALUES:.2f}); last column: filler predicted")
-    lengths = list(ablations["nothing"])
-    print(f"{'without':12}" + "".join(f"{length:8d}" for length in lengths) + f"{'filler':>8}")
-    for what, by_length in ablations.items():
-        facts = "".join(f"{by_length[length]['facts']:8.2f}" for length in lengths)
-        print(f"{what:12}{facts}{by_length[lengths[-1]]['filler']:8.2f}")
+def _print_tables(models: dict[str, Any], setting: NeedleSettings) -> None:
+    print("share of questions answered, by length")
+    _print_row("task, model", [f"{length:,}" for length in setting.measured])
+    for task in _names(setting):
+        for name, model in models.items():
+            _print_row(f"{task}, {name}", list(model["accuracy"][task].values()))
+    longest = max(setting.measured)
+    print(f"share of right answers at {longest:,} tokens, by depth (first column: the start of the text)")
+    for task in _names(setting):
+        for name, model in models.items():
+            if any(share is not None for share in model["by_depth"][task][longest]):
+                _print_row(f"{task}, {name}", model["by_depth"][task][longest])
+    print(f"share of questions NSA answers at {longest:,} tokens, without a part")
+    _print_row("without", _names(setting))
+    for what, accuracy in models["nsa"]["ablations"].items():
+        _print_row(what, list(accuracy.values()))
+
+
+def _print_row(name: str, cells: Sequence[float | str | None]) -> None:
+    shown = ["–" if cell is None else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in cells]
+    print(f"{name:20}" + "".join(f"{cell:>12}" for cell in shown))

@@ -182,15 +182,23 @@ def bench_needle(
     lengths: Annotated[
         list[int] | None, typer.Option("--length", metavar="N", help="tokens of a text; repeatable")
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", metavar="NAME", help="single, keys, values, tracking-2, tracking-4, common; repeatable"),
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="layers of both models")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="training steps")] = None,
     seed: Annotated[int, typer.Option(help="of weights and texts")] = 0,
     device: Annotated[str, typer.Option(help="cpu: a miniature; cuda: texts of up to 65,536 tokens")] = "cpu",
 ) -> None:
-    """Test that selection learns: train a small model to find facts beyond its window, then disable each branch.
+    """Train a small model and its dense twin to find facts in long texts; accuracy by task, length and depth.
+
+    The tasks are of RULER's kind: one needle, several keys, several values, variable tracking, common words. Then each
+    branch of NSA is disabled in turn. Also in artifacts/bench/needle.json.
 
     Examples:
 
-      tamis bench needle --length 64 --steps 300
+      tamis bench needle --task keys --steps 300
 
       tamis bench needle --device cuda
     """
@@ -198,10 +206,10 @@ def bench_needle(
     from tamis.bench.needle import LARGE, NeedleSettings, measure_needle
 
     default = LARGE if device.startswith("cuda") else NeedleSettings()
-    chosen = replace(default, steps=steps or default.steps, seed=seed)
+    chosen = replace(default, layers=layers, steps=steps or default.steps, seed=seed, only=tuple(tasks or ()))
     if lengths:
         chosen = replace(chosen, lengths=tuple(lengths), shown=())
-    with announced(f"training on {chosen.steps} batches of facts"):
+    with announced(f"training two models on {chosen.steps} batches of texts"):
         measure_needle(chosen, device=device)
 
 
