@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.layer import NSAAttention
-from tamis.bench.retrieval_tasks import RetrievalTask, RetrievalTexts, make_texts, retrieval_tasks, vocabulary_size
+from tamis.bench.retrieval_tasks import RetrievalTask, RetrievalTexts, make_texts, retrieval_tasks, tokens_of_texts
 from tamis.config import Config, build_config
 from tamis.config.size import dense_twin, parameter_count
 from tamis.model import Decoder
@@ -91,7 +91,7 @@ class NeedleSettings:
         model = {"name": "needle", "dim": self.dim, "n_layers": self.layers, "n_heads": self.heads, "d_k": self.d_k,
                  "n_kv_groups": self.groups, "d_ff": 2 * self.dim, "rope_base": self.rope_base}  # fmt: skip
         nsa = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w, "phi": self.phi}
-        data = {"tokenizer": "generated", "vocab_size": vocabulary_size(self.names)}
+        data = {"tokenizer": "generated", "vocab_size": tokens_of_texts(self.names)}
         train = {"seq_len": max(self.lengths + self.shown), "aux_stats": False}
         return build_config({"model": model, "nsa": nsa, "data": data, "train": train})
 

@@ -68,7 +68,7 @@ def retrieval_tasks(names: int) -> tuple[RetrievalTask, ...]:
     )
 
 
-def vocabulary_size(names: int) -> int:
+def tokens_of_texts(names: int) -> int:
     """Tokens: words, names, facts, and the one that asks for common words."""
     return WORDS + names + names**2 + 1
 
@@ -127,7 +127,7 @@ def _texts_of_words(
     is_common = torch.rand(texts, length, generator=generator, device=device) < COMMON_SHARE
     tokens = torch.where(is_common, drawn, tokens)
     question = length - task.tail
-    tokens[:, question] = vocabulary_size(names) - 1  # the token that asks for common words
+    tokens[:, question] = tokens_of_texts(names) - 1  # the token that asks for common words
     tokens[:, question + 1 :] = common
     at = (question + torch.arange(task.answers, device=device)).expand(texts, 1, -1)
     return RetrievalTexts(tokens, at, _remaining(common[:, None]), torch.full(at.shape, torch.nan, device=device))

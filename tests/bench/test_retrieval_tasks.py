@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tamis.bench.retrieval_tasks import WORDS, RetrievalTexts, make_texts, retrieval_tasks, vocabulary_size
+from tamis.bench.retrieval_tasks import WORDS, RetrievalTexts, make_texts, retrieval_tasks, tokens_of_texts
 
 NAMES, LENGTH, WINDOW = 8, 96, 9
 TASKS = {task.name: task for task in retrieval_tasks(NAMES)}
@@ -19,7 +19,7 @@ def texts_of(name: str, count: int = 12, length: int = LENGTH) -> RetrievalTexts
 
 def facts_in(tokens: list[int]) -> dict[int, tuple[int, int]]:
     """Return the two names of the fact at each position that holds one."""
-    first_fact, end = WORDS + NAMES, vocabulary_size(NAMES) - 1
+    first_fact, end = WORDS + NAMES, tokens_of_texts(NAMES) - 1
     return {at: divmod(t - first_fact, NAMES) for at, t in enumerate(tokens) if first_fact <= t < end}
 
 
@@ -62,7 +62,7 @@ def test_common_words_are_the_most_frequent_ones() -> None:
     for tokens, at_QA in zip(texts.tokens_NL.tolist(), texts.at_NQA, strict=True):
         counted = Counter(tokens[: int(at_QA[0, 0])])
         assert {word for word, _ in counted.most_common(3)} == {tokens[at + 1] for at in at_QA[0].tolist()}
-        assert tokens[at_QA[0, 0]] == vocabulary_size(NAMES) - 1
+        assert tokens[at_QA[0, 0]] == tokens_of_texts(NAMES) - 1
 
 
 def test_a_text_too_short_and_too_few_names_are_refused() -> None:
