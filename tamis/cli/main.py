@@ -155,6 +155,8 @@ def _wrong_words(error: Any) -> str:
     path = getattr(getattr(error, "ctx", None), "command_path", "tamis")
     if message.startswith("No such command '") and (ours := OTHER_VERBS.get(message.split("'")[1])):
         message = f"{message.partition('. ')[0].rstrip('.')}. Did you mean '{ours}'?"
+    if message.startswith("No such command '") and "=" in (word := message.split("'")[1]):
+        message = f"{message.partition('. ')[0].rstrip('.')}. Did you mean 'run {word}'?"
     flag = getattr(error, "option_name", None) or ""
     if flag.startswith("--") and (key := guess_key(flag.lstrip("-").replace("-", "_"))):
         message = f"No such option: {flag}; to set a key of the config, write {key}=VALUE"

@@ -15,6 +15,10 @@ from tamis.run.files.console import announced, counted, print_line
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=WATCH)
 
+NewestRun = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir; by default the newest run")
+]
+
 notify_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Send messages about runs.")
 app.add_typer(notify_app, name="notify", rich_help_panel=WATCH)
 notify_verb = partial(notify_app.command, cls=Verb)
@@ -35,19 +39,20 @@ def list_runs(
 
 
 @verb()
-def status(run: RunDir) -> None:
+def status(run: NewestRun = None) -> None:
     """Print the state of a run in a few lines; exit code 1 when something is wrong.
 
     Example: tamis status artifacts/m7c_125m
     """
+    from tamis.run.locate import last_written_run
     from tamis.run.monitor.listing import print_status
 
-    raise typer.Exit(print_status(run))
+    raise typer.Exit(print_status(run or last_written_run()))
 
 
 @verb()
 def logs(
-    run: RunDir,
+    run: NewestRun = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="how many lines from the end")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on printing until the run ends or Ctrl-C")] = False,
     after: Annotated[int | None, typer.Option(min=0, hidden=True, help="start at this byte")] = None,
@@ -57,9 +62,10 @@ def logs(
 
     Example: tamis logs artifacts/m7c_125m --follow
     """
+    from tamis.run.locate import last_written_run
     from tamis.run.monitor.listing import print_log
 
-    print_log(run, lines, follow, after=after, positions=positions)
+    print_log(run or last_written_run(), lines, follow, after=after, positions=positions)
 
 
 @verb()

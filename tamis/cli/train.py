@@ -102,6 +102,7 @@ def _weighted(given: str) -> tuple[str, float]:
 
 def _tokenizer_of(path: str) -> str | None:
     """The tokenizer of a folder of shards; None for text. A path without data is refused before anything starts."""
+    from tamis.data.errors import DataError
     from tamis.data.local_files import LocalFiles
     from tamis.data.mixture import BY_NAME
     from tamis.data.shards import MANIFEST, read_shard_manifest, tokenizer_of_shards
@@ -109,7 +110,10 @@ def _tokenizer_of(path: str) -> str | None:
     if (Path(path) / MANIFEST).is_file():
         return tokenizer_of_shards(Path(path), read_shard_manifest(Path(path)))
     if path not in BY_NAME:
-        LocalFiles(path)
+        try:
+            LocalFiles(path)
+        except DataError as error:
+            raise DataError(str(error).replace("data.local_path", "--data", 1)) from None
     return None
 
 

@@ -50,7 +50,22 @@ class TensorBoardLogger:
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
-class WandbLogger:
+class _RunLogger:
+    """A tracker whose run object logs dictionaries: wandb, and trackio, which has the same interface."""
+
+    _run: Any
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: text}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbLogger(_RunLogger):
     name = "wandb"
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
@@ -66,15 +81,6 @@ class WandbLogger:
             config=config.model_dump(),
             settings=wandb.Settings(console="off", silent=True),
         )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def log_text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: text}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowLogger:
@@ -114,7 +120,7 @@ class MlflowLogger:
         self._client.set_terminated(self._run_id)
 
 
-class TrackioLogger:
+class TrackioLogger(_RunLogger):
     name = "trackio"
 
     def __init__(self, config: Config, run: RunDirectory) -> None:
@@ -124,15 +130,6 @@ class TrackioLogger:
 
         keys = {key: str(value) for key, value in _flat(config).items()}
         self._run = trackio.init(config.log.project, name=run.path.name, resume="allow", config=keys, embed=False)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def log_text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: text}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 TRACKERS: dict[str, Callable[[Config, RunDirectory], CurveLogger]] = {

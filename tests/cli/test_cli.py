@@ -164,6 +164,7 @@ def test_every_verb_refuses_a_missing_run_in_the_same_way_and_names_the_others(
     ("words", "message"),
     [
         (["lunch"], "No such command 'lunch'. Did you mean 'launch'"),
+        (["train.steps=10"], "No such command 'train.steps=10'. Did you mean 'run train.steps=10'?"),
         (["stop", "out"], "No such command 'stop'. Did you mean 'halt'? (tamis --help"),
         (["run", "--steps", "10"], "No such option: --steps; to set a key of the config, write train.steps=VALUE"),
         (["run", "mine.yaml", "steps=10"], "must look like section.key=value; did you mean train.steps=10?"),
