@@ -98,7 +98,8 @@ class StreamSamples:
         self.order = document_order(config, source)
         self.tokens_per_pass = _tokens_per_pass(config, source)
         self.fingerprint = _fingerprint(config, source)
-        self._name = f"{config.data.dataset}: {len(source.names)} files, {config.data.tokenizer} tokens"
+        files = "1 file" if len(source.names) == 1 else f"{len(source.names)} files"
+        self._name = f"{config.data.dataset}: {files}, {config.data.tokenizer} tokens"
         self._lanes = config.data.lanes
         self._begin(0, Deal(Cursor(), 0, [0] * self._lanes), dict.fromkeys(range(self._lanes), (0, 0)))
 

@@ -73,6 +73,8 @@ class MonitorScreen(App[None]):
     """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),  # first: a narrow terminal cuts the rest
+        Binding("question_mark", "help", "Help", key_display="?"),
         Binding("0", "page('')", "All"),
         Binding("1", "page('curves')", "Curves"),
         Binding("2", "page('ranks')", "Ranks"),
@@ -83,8 +85,6 @@ class MonitorScreen(App[None]):
         Binding("l", "change('log_scale')", "Log scale"),
         Binding("s", "change('smooth')", "Smooth"),
         Binding("r", "refresh_now", "Refresh", show=False),
-        Binding("question_mark", "help", "Help", key_display="?"),
-        Binding("q", "quit", "Quit"),
     ]
 
     def __init__(self, read: Callable[[], Snapshot], *, every_s: float = 2.0) -> None:
@@ -158,10 +158,11 @@ def _gpu_or_machine_lines(snapshot: Snapshot) -> list[str]:
     if snapshot.gpus:
         return monitor_text.gpu_lines(snapshot)
     memory, cores = psutil.virtual_memory(), psutil.cpu_count() or 1
+    busy = psutil.cpu_percent()  # since the last call
     used, total = (memory.total - memory.available) / GIB, memory.total / GIB
     return [
         "no GPU on this machine",
-        f"CPU     {monitor_text.bar(psutil.cpu_percent() / 100, 10)} {psutil.cpu_percent():.0f}% of {cores} cores",
+        f"CPU     {monitor_text.bar(busy / 100, 10)} {busy:.0f}% of {cores} cores",
         f"memory  {monitor_text.bar(used / total, 10)} {used:.1f}/{total:.1f} GiB",
         f"load    {os.getloadavg()[0]:.1f} in the last minute",
     ]

@@ -131,7 +131,8 @@ def _gate_line(gate: GateView, has_selection: bool) -> str:
 
 def checkpoint_lines(snapshot: Snapshot) -> list[str]:
     shown = snapshot.checkpoints[-SHOWN_CHECKPOINTS:]
-    lines = [f"step {saved.step:<7} {saved.mib:8,.1f} MiB  {saved.time}" for saved in reversed(shown)]
+    times = [saved.time[5:16].replace("T", " ") for saved in shown]  # month to minute
+    lines = [f"step {one.step:<7} {one.mib:8,.1f} MiB  {time}" for one, time in zip(shown, times, strict=True)][::-1]
     return [*_copies_lines(snapshot), *lines]
 
 
