@@ -46,6 +46,11 @@ def impossible_combinations(config: Config) -> list[str]:
             "train.optimizer: muon needs runtime.precision: bf16 or fp32",
         ),
         (
+            not _rises_to(config.train.length_schedule, config.train.seq_len),
+            f"train.length_schedule must list lengths that never fall, divide train.seq_len={config.train.seq_len} "
+            f"and end with it, got {config.train.length_schedule}",
+        ),
+        (
             config.cost.max is not None and not config.cost.per_hour,
             "cost.max needs cost.per_hour: the price of the machine per hour",
         ),
@@ -56,3 +61,8 @@ def impossible_combinations(config: Config) -> list[str]:
         ),
     ]
     return [message for is_broken, message in checks if is_broken]
+
+
+def _rises_to(lengths: list[int], longest: int) -> bool:
+    divide = all(length > 0 and longest % length == 0 for length in lengths)
+    return not lengths or (lengths == sorted(lengths) and lengths[-1] == longest and divide)

@@ -140,7 +140,7 @@ def allowed_values(field: FieldInfo) -> str:
         more = ", or a list of them" if any(get_origin(option) is list for option in options) else ""
         return f"one of {', '.join(words)}{more}"
     if get_origin(field.annotation) is list:
-        return "a list of words"
+        return "a list of integers" if int in options else "a list of words"
     base, limits = options[0], list(field.metadata)
     if get_origin(base) is dict:
         return "a mapping of names to numbers above 0, or null"

@@ -202,6 +202,7 @@ class Train(Section):
         None, "Tokens to train on, which give the steps when a run starts; null: `steps` counts.", gt=0, le=1e16
     )
     seq_len: int = _count(2048, "Tokens per sequence.", most=MOST_TOKENS)
+    length_schedule: list[int] = _key([], "Lengths that rise to `seq_len`, in equal shares of the steps.", max_length=6)
     batch_size: int = _count(1, "Micro-batch per GPU, in sequences.", most=2**20)
     accumulate_grad_batches: int = _count(1, "Micro-batches per optimizer step.", most=2**20)
     batch_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS_PER_STEP)] | None = _key(

@@ -47,7 +47,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    tokens: npt.NDArray[np.int32]  # [accumulate_grad_batches, batch_size, seq_len + 1]
+    tokens: npt.NDArray[np.int32]  # [accumulate_grad_batches, batch_size, seq_len + 1], or more and shorter rows
     fetch_s: float  # seconds the caller waited for it
     cu_seqlens: npt.NDArray[np.int32] | None = None  # [accumulate_grad_batches, documents + 1] of packed documents
 
@@ -58,6 +58,7 @@ class Loader:
     def __init__(self, config: Config, samples: Samples, rank: int, world_size: int) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.fingerprint = samples.fingerprint  # of the configured data, even if noise replaces it
+        self.length = config.train.seq_len  # tokens of the rows returned; a divisor of it cuts them
         self._samples = samples
         self._state = samples.state()
         self._substituted = ""  # why noise replaced the data
@@ -91,6 +92,7 @@ class Loader:
         self._fetch_times.append(fetch_s)
         train = self.config.train
         tokens = tokens.reshape(train.accumulate_grad_batches, train.batch_size, -1)
+        tokens = cut_rows(tokens, self.length)
         if self.config.data.packing == "stream":
             return Batch(tokens, fetch_s)
         end_of_text = self.config.vocab_size - 1
@@ -188,6 +190,14 @@ class _Producer:
                 return self._ready.put(item, timeout=0.2)
             except queue.Full:
                 continue
+
+
+def cut_rows(tokens_ABS1: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+    """Cut rows of S + 1 tokens into rows of `length` + 1; each token stays a target once."""
+    if tokens_ABS1.shape[-1] == length + 1:
+        return tokens_ABS1
+    windows = np.lib.stride_tricks.sliding_window_view(tokens_ABS1, length + 1, axis=-1)
+    return windows[:, :, ::length].reshape(len(tokens_ABS1), -1, length + 1)
 
 
 def most_documents(rows: int, seq_len: int) -> int:

@@ -167,9 +167,12 @@ class Decoder(nn.Module):
         return as_row(cu_seqlens, tokens, NSASpec.of(self.config.nsa))
 
     def compile_blocks(self) -> None:
-        """Compile one block for all layers, which is much faster than compiling the whole model."""
+        """Compile one block for all layers, which is much faster than compiling the whole model.
+
+        Each length of a schedule is compiled for itself: the kernels choose their tiles by it.
+        """
         for block in self.blocks:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def extend(self, tokens_BS: Tensor, cache: Cache) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tamis.config import Config
+from tamis.config import Config, Train
 from tamis.data import document_offsets
 from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
@@ -151,7 +151,7 @@ class TrainStep:
 
 
 class GraphedMicroBatch:
-    """Capture `work` as a CUDA graph on first use and replay it afterwards; the inputs must keep their shapes.
+    """Capture `work` as a CUDA graph on first use, and again when a step has other shapes; replay it otherwise.
 
     Gradients live in fixed buffers. A step's first micro-batch writes them and the others add to them: two graphs,
     since a graph always does the same. Nothing is zeroed, and a step of one micro-batch never adds.
@@ -163,7 +163,10 @@ class GraphedMicroBatch:
 
     def __call__(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None, is_first: bool) -> Outputs:
         """Replay. `is_first` of its step: gradients are written, not added to. The very first call must set it."""
-        if not self._captured:
+        if not self._captured or self._tokens.shape != tokens_BS1.shape:
+            if self._captured:  # the next length of train.length_schedule
+                torch.cuda.synchronize()
+                self._captured.clear()
             self._warm_up(tokens_BS1, cu_seqlens)
         if is_first not in self._captured:
             self._captured[is_first] = self._capture()
@@ -190,6 +193,15 @@ class GraphedMicroBatch:
         shared = next((other.pool() for other, _ in self._captured.values()), None)  # they never run at once
         with torch.cuda.graph(graph, pool=shared):
             return graph, self._work(self._tokens, self._cu_seqlens)
+
+
+def length_of_step(number: int, train: Train) -> int:
+    """Return the tokens per sequence of optimizer step `number`, from 1, by `train.length_schedule`.
+
+    The schedule has at most six lengths: torch.compile gives up after eight shapes, and validation needs one too.
+    """
+    lengths = train.length_schedule or [train.seq_len]
+    return lengths[(number - 1) * len(lengths) // train.steps]
 
 
 def _mean(of_micro_batches: list[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ from tamis.train.memory import MemoryDumps
 from tamis.train.metrics import AsyncReadback, rows_of, unpack_step
 from tamis.train.optimizer import learning_rate
 from tamis.train.selection import SELECTION_STATISTICS
-from tamis.train.step import TrainStep
+from tamis.train.step import TrainStep, length_of_step
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
 from tamis.train.tools.samples import SampleWriter
 from tamis.train.tools.selfcheck import require_right_attention
@@ -149,6 +149,7 @@ class Trainer:
         """Fetch a batch and launch one optimizer step; `collect` reads its metrics later."""
         number = self.step + 1
         self.telemetry.beat("step_start", number)
+        self.loader.length = length_of_step(number, self.config.train)
         batch = self._fetch()
         fetch_s = batch.fetch_s if batch else 0.0
         self.telemetry.beat("progress", number, dt_fetch_s=round(fetch_s, 5))

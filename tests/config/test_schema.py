@@ -42,6 +42,7 @@ TIED: dict[str, Any] = {
     "data.vocab_size": 50257,
     "data.mixture": {"sample": 1.0},
     "copy.to": "file:///backup",
+    "train.length_schedule": [512, 2048],
 }  # the values that fit the other defaults
 
 

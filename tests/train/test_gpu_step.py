@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tamis.config import Config, load_config
+from tamis.data.loader import cut_rows
 from tamis.model import Decoder
 from tamis.train.distributed import Ranks
 from tamis.train.step import TrainStep
@@ -52,6 +53,18 @@ def test_no_step_waits_for_the_device(attention: str, graph: str) -> None:
 
 def test_a_replayed_graph_trains_the_same_weights_bit_for_bit() -> None:
     replayed, plain = trained(config()), trained(config("runtime.cuda_graph=false"))
+    assert all(torch.equal(replayed[name], plain[name]) for name in plain)
+
+
+def test_a_graph_is_captured_again_when_the_length_grows() -> None:
+    def trained_at_two_lengths(of: Config) -> dict[str, torch.Tensor]:
+        step = train_step(of)
+        for number in range(1, 7):
+            rows = batch(of, number)
+            step(cut_rows(rows, of.train.seq_len // 2) if number <= 3 else rows, number)
+        return step.decoder.state_dict()
+
+    replayed, plain = trained_at_two_lengths(config()), trained_at_two_lengths(config("runtime.cuda_graph=false"))
     assert all(torch.equal(replayed[name], plain[name]) for name in plain)
 
 
