@@ -22,7 +22,7 @@ from tamis.config import Config
 from tamis.data.tokenizer import Tokenizer
 from tamis.generate.load import LoadedModel, load_model
 from tamis.model import Decoder
-from tamis.run.files.console import announced, print_line, printable
+from tamis.run.files.console import announced, counted, print_line, printable
 
 PREFILL_TILE = 4096  # prompt tokens read at a time: bounds the memory of a long prompt's activations
 WARM_UP_STEPS = 3  # compile kernels and set up libraries before the capture
@@ -302,5 +302,5 @@ def _print_speed(prompts: int, started: float, times: list[float], notes: TextIO
     if len(times) > 2:
         step_s = (times[-1] - times[1]) / (len(times) - 2)
         line += f", second after {times[1] - started:.2f} s, then {prompts / step_s:.1f} tokens/s"
-        line += f" ({step_s * 1e3:.2f} ms a step, {prompts} prompts)"
+        line += f" ({step_s * 1e3:.2f} ms a step, {counted(prompts, 'prompt')})"
     print(line, file=notes, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,9 @@ def finish_run(config: Config, logs: Path, code: int, began: float) -> None:
     if sample is not None:
         _show_sample(config, sample)
     say(f"logs: {logs}   model and curves: {run.path}   report: {write_report(run)}")
+    if code == ExitCode.DONE:
+        out = shlex.quote(str(run.path))
+        say(f'next: tamis generate {out} "some text"   tamis eval {out}   tamis serve {out}')
 
 
 def has_ended(run: RunDirectory, config: Config, began: float) -> bool:

@@ -39,13 +39,14 @@ def _known_runs(path: Path) -> str:
 
 
 def existing_model(path: Path) -> Path:
-    """The path as it is; one that does not exist is refused with the checkpoints or runs nearby, before torch loads."""
-    if path.exists():
+    """The path of a model, as it is; another is refused with the checkpoints or runs nearby, before torch loads."""
+    if path.is_dir() or (path.exists() and path.suffix in (".pt", ".safetensors")):
         return path
+    state = "is no checkpoint" if path.exists() else "does not exist"
     if steps := RunDirectory(path.parent).checkpoints():
-        raise NoSuchRun(f"{path} does not exist; {path.parent} has checkpoints of steps {', '.join(map(str, steps))}")
+        raise NoSuchRun(f"{path} {state}; {path.parent} has checkpoints of steps {', '.join(map(str, steps))}")
     kinds = "a checkpoint, a run's directory, an exported folder or weights"
-    raise NoSuchRun(f"{path} does not exist; give {kinds} ({_known_runs(path)})")
+    raise NoSuchRun(f"{path} {state}; give {kinds} ({_known_runs(path)})")
 
 
 def runs_near(path: Path) -> list[Path]:

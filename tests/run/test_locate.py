@@ -74,5 +74,7 @@ def test_a_model_that_is_not_there_is_answered_with_the_checkpoints_or_runs_near
         NoSuchRun, match=r"step7.pt does not exist; artifacts/m7c_125m has checkpoints of steps 50, 100"
     ):
         existing_model(run.checkpoint(7))
+    with pytest.raises(NoSuchRun, match=r"config.yaml is no checkpoint; artifacts/m7c_125m has checkpoints of steps"):
+        existing_model(run.config_yaml)
     with pytest.raises(NoSuchRun, match=r"give a checkpoint, a run's directory, .* \(runs here: artifacts/m7c_125m"):
         existing_model(Path("m7c_125m"))

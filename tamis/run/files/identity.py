@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,16 @@ def _is_same_data(key: str, old: Any, new: Any) -> bool:
         return False
 
 
+def _free_name(path: Path) -> Path:
+    """The first of NAME_2, NAME_3, … that does not exist."""
+    return next(free for n in count(2) if not (free := path.with_name(f"{path.name}_{n}")).exists())
+
+
 def _refusal(run: RunDirectory, foreign: list[ConfigChange]) -> str:
     words = [f"{change.key}={change.old} (asked for: {change.new})" for change in foreign[:SHOWN]]
     more = f" and {len(foreign) - SHOWN} more keys" if len(foreign) > SHOWN else ""
     return (
-        f"{run.path} holds a run with {', '.join(words)}{more}: name another train.out_dir, move that run away "
-        f"(mv {run.path} {run.path}.earlier), or give its keys to resume it. Nothing was changed"
+        f"{run.path} holds a run with {', '.join(words)}{more}: name another train.out_dir, as "
+        f"train.out_dir={_free_name(run.path)}, move that run away (mv {run.path} {run.path}.earlier), "
+        "or give its keys to resume it. Nothing was changed"
     )

@@ -36,7 +36,7 @@ def begun(path: Path, old: Config) -> RunDirectory:
 )
 def test_another_model_data_tokenizer_or_seed_is_another_run(tmp_path, section, key, value):
     run = begun(tmp_path / "out", config())
-    with pytest.raises(OtherRun, match=rf"{section}\.{key}=.*asked for: {value}.*another train\.out_dir"):
+    with pytest.raises(OtherRun, match=rf"{section}\.{key}=.*asked for: {value}.*another train\.out_dir, as .*/out_2,"):
         require_same_run(run, config(**{section: {key: value}}))
 
 
