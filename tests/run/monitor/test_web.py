@@ -20,7 +20,7 @@ from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.monitor.web.page import page_state, render_page
 from tamis.run.monitor.web.renewal import renewed_page, write_live_page
-from tamis.run.monitor.web.server import PageServer, is_loopback
+from tamis.run.monitor.web.server import PageServer, is_loopback, serve_page
 from tests.browser import browser_window, needs_chromium
 from tests.faults.launched import Launched, tiny_config
 from tests.run.fabricate import Story, fabricate
@@ -60,6 +60,18 @@ def first_events(server: PageServer, path: str, count: int) -> list[tuple[str, d
         answer.readline()
     connection.close()
     return found
+
+
+def test_the_page_has_the_lowest_priority_so_that_it_delays_no_step(tmp_path: Path, monkeypatch) -> None:
+    priorities: list[int] = []
+
+    def stop(server: PageServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "nice", priorities.append)
+    monkeypatch.setattr(PageServer, "serve_forever", stop)
+    assert serve_page(tmp_path, port=0) == 0
+    assert priorities == [19]
 
 
 def test_the_page_and_its_states_are_served_and_nothing_else(tmp_path: Path) -> None:

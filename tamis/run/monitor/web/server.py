@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import json
 import math
+import os
 import secrets
 import socket
 import threading
@@ -182,8 +183,9 @@ class PageHandler(BaseHTTPRequestHandler):
 
 
 def serve_page(folder: Path, host: str = "127.0.0.1", port: int = 8765) -> int:
-    """Serve the page until Ctrl-C."""
+    """Serve the page until Ctrl-C, at the lowest priority: training on the same cores comes first."""
     server = PageServer(folder, host, port)
+    os.nice(19)
     say(f"live page: {server.url} (Ctrl-C ends it; the runs go on)")
     if server.token is not None:
         say("who has this URL can look, over plain HTTP: prefer ssh -L, or tamis remote HOST tunnel")
