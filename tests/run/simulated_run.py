@@ -55,6 +55,7 @@ class SimulatedRun:
 
     def look(self) -> None:
         self.history.tick(self.monotonic)
+        self.history.note_dead([rank for rank, state in self.processes.items() if state == "dead"])
         self.alarms += stall_alarms(self.history, self.processes, self.limits)
         self.alarms += health_alarms(self.history, self.limits)
 

@@ -7,7 +7,7 @@ nor a suspended machine makes a healthy run look silent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from statistics import median
 
 from tamis.run.files.heartbeat import Heartbeat
@@ -26,6 +26,7 @@ class RankHistory:
         self.last: Heartbeat | None = None
         self.began: Heartbeat | None = None  # the first beat of the process that beats now
         self.progress_at = awake_s  # awake seconds at the last new (pid, step, phase, detail)
+        self.dead_at: float | None = None  # awake seconds when its process was first found dead
         self.steps_by_this_process = 0
         self.step_times: deque[float] = deque(maxlen=KEPT_STEPS)
         self.recent: deque[Heartbeat] = deque(maxlen=KEPT_STEPS)  # step_end beats
@@ -113,6 +114,14 @@ class RunHistory:
             history.add(beat, self.awake_s)
             if beat.rank == 0 and beat.loss is not None:
                 self._log(beat)
+
+    def note_dead(self, ranks: Collection[int]) -> None:
+        """Remember since when the processes of these ranks are dead; the others live."""
+        for rank, history in self.ranks.items():
+            if rank not in ranks:
+                history.dead_at = None
+            elif history.dead_at is None:
+                history.dead_at = self.awake_s
 
     def restart(self, expected_ranks: int) -> None:
         """Reset for new processes: each gets the limits of a start, and higher ranks are dropped."""

@@ -60,7 +60,7 @@ def _many_steps(rank: RankHistory, limits: Limits) -> float:
 def _dead(rank: RankHistory, history: RunHistory, processes: Mapping[int, ProcessState]) -> Alarm | None:
     if processes.get(rank.rank) != "dead" or rank.last is None or rank.last.is_final:
         return None
-    if history.silent_s(rank.rank) < DEAD_AFTER_S:
+    if rank.dead_at is None or history.awake_s - rank.dead_at < DEAD_AFTER_S:
         return None
     where = f"{rank.last.phase} of step {rank.last.step}"
     reason = f"rank {rank.rank} (pid {rank.last.pid}) is dead: its process ended during {where}"

@@ -51,6 +51,7 @@ class Watchdog:
         """Return the alarms of this moment. A note is returned once, and again only after a while."""
         self.catch_up()
         states = {rank: process.state() for rank, process in self.processes.items()}
+        self.history.note_dead([rank for rank, state in states.items() if state == "dead"])
         alarms = stall_alarms(self.history, states, self.limits, disk_is_full=_is_full(self.run.path))
         alarms += [*health_alarms(self.history, self.limits), *save_alarms(self.history), *self._unreadable_files()]
         return [alarm for alarm in alarms if self._is_news(alarm)]

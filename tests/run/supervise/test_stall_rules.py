@@ -214,6 +214,17 @@ def test_a_dead_rank_is_noticed_at_once_and_blamed_alone() -> None:
     assert {alarm.rank for alarm in run.alarms} == {2}
 
 
+def test_a_process_that_ends_in_a_long_step_is_left_to_its_parent_for_a_moment() -> None:
+    run = SimulatedRun()
+    run.steps(1, 10, seconds=30.0)
+    run.beat("progress", 11)
+    run.wait(20)
+    run.processes[0] = "dead"
+    run.wait(2)
+    assert run.alarms == []
+    assert stalled_after(run, 3) == "dead_rank"
+
+
 def test_a_rank_that_ended_properly_is_not_dead() -> None:
     run = SimulatedRun()
     run.steps(1, 10)
