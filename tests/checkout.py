@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
+from tests.faults.forking_trainer import corpus
 
 ROOT = Path(__file__).parents[1]
 STAMPED = ("pyproject.toml", "constraints.txt", "scripts/prime_bootstrap.sh")  # as prime_bootstrap.sh sums them
@@ -36,12 +37,15 @@ MINIATURE = [
     "train.batch_size=2",
     "train.warmup_steps=2",
     "train.eval_batches=1",
-    "data.hub_name=tamis/data/assets/sample",
     "data.tokenizer=byte",
     "data.lanes=4",
     "data.val_fraction=0.05",
     "runtime.device=cpu",
 ]
+
+# Where the texts come from: the hub's loader takes two seconds more to start than a local file.
+HUB = ["data.hub_name=tamis/data/assets/sample"]
+LOCAL = ["data.dataset=local", "data.local_path=texts.jsonl"]
 
 # An operator's machine runs one training; this one may run many. So the two look at this checkout's processes alone.
 OWN_PROCESSES = """#!{python}
@@ -139,6 +143,7 @@ def make_checkout(path: Path) -> Checkout:
     for name in ("pyproject.toml", "constraints.txt", "README.md"):
         shutil.copy(ROOT / name, path / name)
     (path / "tamis").symlink_to(ROOT / "tamis")
+    (path / "texts.jsonl").symlink_to(corpus())
     _lend_environment(path / ".venv")
     stamp(path)
     (path / "shims").mkdir()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tamis.run.files.manifest import latest_valid_checkpoint
-from tests.checkout import TIMEOUT_S, Checkout
+from tests.checkout import HUB, MINIATURE, TIMEOUT_S, Checkout
 from tests.test_runbooks import RUNBOOKS, SMALL, checkout, command, commands, ok, steps_logged, write_config
 
 __all__ = ["checkout"]
@@ -62,26 +62,35 @@ def test_production_launch_in_miniature(checkout: Checkout) -> None:
     halted_at = latest_valid_checkpoint(checkout.path / out)
     assert halted_at == steps_logged(checkout, out)[-1] < 400
 
+    last = halted_at + 10
+    words = words.replace("400", str(last))
     relaunch = ok(checkout.run(f"{command(1, 'run_2xa100_production.sh')} {words}", **settings))
     assert relaunch.count("unchanged since") == 3
     assert "NSA_DDP_COMPRESS=bf16: runtime.ddp_compress=bf16" in relaunch
-    assert_went_on(checkout, out, halted_at)
+    assert_went_on(checkout, out, halted_at, last)
     assert "resume from a checkpoint succeeded" in relaunch
     _, bundle = sorted((checkout.path / "artifacts").glob("*_handoff_*.tar"))  # of the halt, and of the end
     with tarfile.open(bundle) as packed:
         names = {Path(name).name for name in packed.getnames()}
-    assert {"run.info", "training.csv", "checkpoint_step400.pt", "report.html", "go_no_go.txt", "SHA256SUMS"} <= names
+    assert {
+        "run.info",
+        "training.csv",
+        f"checkpoint_step{last}.pt",
+        "report.html",
+        "go_no_go.txt",
+        "SHA256SUMS",
+    } <= names
     assert command(1, "tamis judge") == command(2, "tamis judge") == f"tamis judge {out}"
     judged = checkout.run(command(0, "tamis judge").replace("artifacts/m7c_125m", out))
     assert "NOT APPLICABLE trains for at least two hours" in judged  # which is asked of a pilot on GPUs
     assert (judged.code == 0) == (" FAIL " not in judged)
 
 
-def assert_went_on(checkout: Checkout, out: str, halted_at: int) -> None:
+def assert_went_on(checkout: Checkout, out: str, halted_at: int, last: int) -> None:
     events = [json.loads(line) for line in (checkout.path / out / "events.jsonl").read_text().splitlines()]
     starts = [event["reason"] for event in events if event["event"] == "start"]
     assert starts == ["2 workers from the beginning", f"2 workers from checkpoint_step{halted_at}.pt"]
-    assert steps_logged(checkout, out) == list(range(1, 401))
+    assert steps_logged(checkout, out) == list(range(1, last + 1))
     assert not (checkout.path / out / ".HALT").exists()
 
 
@@ -106,9 +115,10 @@ PHASE_BY_HAND = [
 
 @pytest.mark.parametrize(("smoke", "out", "written"), PHASE_BY_HAND, ids=["smoke", "tuned", "tensorboard"])
 def test_a_phase_by_hand(checkout: Checkout, smoke: str, out: str, written: dict[str, bool]) -> None:
-    """On two processes with NSA_TB_DISABLE=1, which get USR1; the other commands need no second process here."""
+    """With NSA_TB_DISABLE=1 on two processes, which read the stream and get USR1; once is enough for that."""
     ranks, steps = (2, 40) if "NSA_TB_DISABLE=1" in smoke else (1, 3)
-    run = checkout.start(f"env {smoke} {SMALL} train.steps={steps}".replace("node=2", f"node={ranks}"))
+    small = " ".join([*MINIATURE, *HUB]) if ranks == 2 else SMALL
+    run = checkout.start(f"env {smoke} {small} train.steps={steps}".replace("node=2", f"node={ranks}"))
     if ranks == 2:
         checkout.until(lambda: checkout.step_of(out) >= 3, run)
         ok(checkout.run(command(2, "pgrep", "kill -USR1")))  # also reaches torchrun, which must ignore it

@@ -1,7 +1,8 @@
 """Follows docs/runbooks/ line by line, as an operator would, in a scratch checkout on a machine without a GPU.
 
 The commands come from the documents. What a test adds to one is only what an operator could type too: keys that make
-model and step counts small, and the embedded sample as the hub. Two GPUs are two processes here.
+model and step counts small, and texts of this machine, which stand for the hub where a stream is followed. Two GPUs are
+two processes here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from tamis.cli.main import app
 from tamis.config import build_config, load_config
 from tamis.train.main import train_config
-from tests.checkout import MINIATURE, ROOT, TIMEOUT_S, Checkout, Done, make_checkout
+from tests.checkout import HUB, LOCAL, MINIATURE, ROOT, TIMEOUT_S, Checkout, Done, make_checkout
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("[0-9]-*.md"))
 NOT_OURS = (
@@ -37,7 +38,7 @@ NOT_OURS = (
     "python -c ",
     "ls ",
 )
-SMALL = " ".join(MINIATURE)
+SMALL = " ".join([*MINIATURE, *LOCAL])
 pytestmark = pytest.mark.timeout(900)  # up to a dozen processes that load torch, one after the other
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -70,9 +71,9 @@ def ok(done: Done) -> Done:
     return done
 
 
-def write_config(checkout: Checkout, name: str, source: str, *overrides: str) -> str:
+def write_config(checkout: Checkout, name: str, source: str, *overrides: str, texts: list[str] = LOCAL) -> str:
     """A config file of the operator's own, made from a shipped one."""
-    config = load_config(ROOT / "configs" / source, [*MINIATURE, *overrides])
+    config = load_config(ROOT / "configs" / source, [*MINIATURE, *texts, *overrides])
     (checkout.path / name).write_text(yaml.safe_dump(config.model_dump()))
     return name
 
@@ -120,7 +121,7 @@ def test_every_file_a_runbook_names_is_there() -> None:
 
 def test_pilot_prepares_starts_and_leaves_the_documented_files(checkout: Checkout) -> None:
     assert "[bootstrap] .venv is up to date" in ok(checkout.run(command(0, "prime_bootstrap.sh")))
-    config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml")
+    config = write_config(checkout, "mine.yaml", "m7c_125m_80g.yaml", texts=HUB)
     assert command(0, "run_tensorboard.sh") in command(3, "run_tensorboard.sh")
     stream = ok(checkout.run(command(0, "check_fwe_stream.py"), CONFIG=config))
     assert "ok batch[0] lens: [33, 33, 33, 33]" in stream
@@ -173,7 +174,7 @@ def test_pilot_resumes_by_hand_on_two_processes_and_hands_over(
     small = ["runtime.precision=fp32", "train.log_every=1", "train.save_every=3"]
     monkeypatch.chdir(checkout.path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the trainer of this process has torch loaded already
-    first = load_config(ROOT / "configs" / "m7c_125m_80g.yaml", [*MINIATURE, *small, "train.steps=3"])
+    first = load_config(ROOT / "configs" / "m7c_125m_80g.yaml", [*MINIATURE, *LOCAL, *small, "train.steps=3"])
     assert train_config(first) == 0
     resumed = ok(checkout.run(f"{start.replace('{N}', '3')} {SMALL} {' '.join(small)} train.steps=6"))
     assert "2 × CPU" in resumed
@@ -210,7 +211,8 @@ def test_pilot_measures(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_to_do_when_it_seems_stuck(checkout: Checkout) -> None:
-    config = write_config(checkout, "mine.yaml", "m7c_125m_fast_log.yaml", "train.out_dir=artifacts/m7c_125m")
+    out = "train.out_dir=artifacts/m7c_125m"
+    config = write_config(checkout, "mine.yaml", "m7c_125m_fast_log.yaml", out, texts=HUB)
     loader = command(3, "fineweb_edu_loader.py").replace("configs/m7c_125m_fast_log.yaml", config)
     assert "ok batch[19] lens: [33, 33]" in ok(checkout.run(loader))
     steps = 4000

@@ -299,7 +299,8 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import torch._dynamo  # torch's optimizers import it at their first use
+    if torch.backends.cuda.is_built():  # the step is compiled on a GPU alone
+        import torch._dynamo
 
     gc.freeze()  # no collection need look at what was imported; the one at the exit would take a second
     gc.enable()

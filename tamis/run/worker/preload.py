@@ -36,8 +36,8 @@ def import_in_background(module: str) -> bool:
     def load() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         importlib.import_module(module)
-        if "torch" in sys.modules:
-            importlib.import_module("torch._dynamo")  # torch's optimizers import it at their first use
+        if (torch := sys.modules.get("torch")) and torch.backends.cuda.is_built():
+            importlib.import_module("torch._dynamo")  # for a GPU, where the step is compiled
         succeeded.append(True)
 
     thread = threading.Thread(target=load)

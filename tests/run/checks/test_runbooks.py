@@ -1,6 +1,7 @@
 """Criteria pass only on measurements, fail on a breach, and are not measured when the files show nothing."""
 
 import json
+import zipfile
 from dataclasses import asdict, replace
 
 import pytest
@@ -214,7 +215,12 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 def test_a_checkpoint_counts_as_loadable_only_when_it_loads(tmp_path, monkeypatch):
     run = fabricate(tmp_path, steps=20)
-    assert checkpoints.newest_checkpoint_loads(read_evidence(run)).status == "fail"
+    found = checkpoints.newest_checkpoint_loads(read_evidence(run))
+    assert (found.status, "not an archive" in found.evidence) == ("fail", True)
+    with zipfile.ZipFile(run.checkpoint(20), "w") as archive:
+        archive.writestr("other", "content")
+    found = checkpoints.newest_checkpoint_loads(read_evidence(run))
+    assert (found.status, "does not load" in found.evidence) == ("fail", True)
     config = read_evidence(run).config
     torch.save({"step": 20, "config": config.model_dump(), "model": {"w": torch.zeros(3)}}, run.checkpoint(20))
     write_manifest(run, 20, config_hash="x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 @cache  # a launch judges the same files for its last phase, its criteria and its bundle
 def _problem_with_loading(path: Path, config: Path, *versions: tuple[int, int] | None) -> str | None:
+    if path.is_file() and not zipfile.is_zipfile(path):
+        return "does not load: it is not an archive as torch.save writes it"
     command = [sys.executable, "-m", "tamis", "verify-checkpoint", str(path), str(config)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S)
