@@ -247,7 +247,7 @@ FULL_DISK = """
 import json, subprocess, sys
 from pathlib import Path
 disk = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "none", str(disk)], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=960k", "none", str(disk)], check=True)
 config = (disk.parent / "config.yaml")
 train = [sys.executable, "-m", "tamis.train.main", "--config", str(config)]
 first = subprocess.run([*train, "train.keep_checkpoints=0"], capture_output=True, text=True)  # room for two
