@@ -26,18 +26,20 @@ settings.load_profile("tamis")
 # A long file that starts when the other processes are done would be waited for alone. Files not named are short.
 LONGEST = (
     "tests.test_production_runbooks",
+    "tests.faults.test_real_trainer",
     "tests.test_runbooks",
+    "tests.test_clean_install",
     "tests.attention.kernels.test_compile",
     "tests.faults.test_torchrun",
+    "tests.faults.test_supervised_faults",
     "tests.attention.kernels.test_selected",
     "tests.attention.test_decode",
     "tests.attention.kernels.test_copied",
     "tests.attention.test_packing",
-    "tests.faults.test_supervised_faults",
-    "tests.faults.test_real_trainer",
-    "tests.model.test_cache",
-    "tests.train.test_distributed_machines",
     "tests.train.test_distributed_faults",
+    "tests.train.test_distributed_machines",
+    "tests.faults.test_stopping",
+    "tests.model.test_cache",
 )
 
 
