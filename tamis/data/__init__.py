@@ -1,7 +1,7 @@
 """Data: tokenizers, document sources, packing, loader, prepared shards, the embedded sample. No torch."""
 
 from tamis.data.errors import DataError, EndOfData
-from tamis.data.loader import Batch, Loader, document_offsets
+from tamis.data.loader import Batch, Loader, document_offsets, stacked_offsets
 from tamis.data.opening import merge_states, open_loader, validation_batches
 from tamis.data.tokenizer import Tokenizer, tokenizer_for
 
@@ -14,6 +14,7 @@ __all__ = [
     "document_offsets",
     "merge_states",
     "open_loader",
+    "stacked_offsets",
     "tokenizer_for",
     "validation_batches",
 ]

@@ -25,7 +25,8 @@ from tamis.data.synthetic import SyntheticSamples
 
 FETCH_TIMES_KEPT = 200
 CLOSE_WAIT_S = 2.0  # a thread blocked in a read is abandoned after this
-LEAST_TOKENS = 8  # mean tokens per document of a micro-batch; fixes the size of the offsets
+# Mean tokens per document that the offsets of a micro-batch have room for: the first that fits. Room costs time.
+MEAN_TOKENS = (1024, 128, 8)
 
 
 class Samples(Protocol):
@@ -96,7 +97,7 @@ class Loader:
         if self.config.data.packing == "stream":
             return Batch(tokens, fetch_s)
         end_of_text = self.config.vocab_size - 1
-        return Batch(tokens, fetch_s, np.stack([document_offsets(rows, end_of_text) for rows in tokens]))
+        return Batch(tokens, fetch_s, stacked_offsets(tokens, end_of_text))
 
     def state(self) -> dict[str, Any]:
         """The position after the last returned batch, as JSON data."""
@@ -200,26 +201,33 @@ def cut_rows(tokens_ABS1: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.
     return windows[:, :, ::length].reshape(len(tokens_ABS1), -1, length + 1)
 
 
-def most_documents(rows: int, seq_len: int) -> int:
-    """Documents that the offsets of a micro-batch have room for, whatever it holds: one shape for every batch."""
-    return rows * (1 + seq_len // LEAST_TOKENS)
-
-
 def document_offsets(tokens: npt.NDArray[np.int32], end_of_text: int) -> npt.NDArray[np.int32]:
-    """`cu_seqlens`, int32 `[most_documents + 1]`, of a micro-batch `[rows, seq_len + 1]` read as one long row.
+    """`cu_seqlens`, int32, of a micro-batch `[rows, seq_len + 1]` read as one long row.
 
-    Offsets count input tokens, of which each row has `seq_len`. They begin with 0 and are padded with rows · seq_len.
+    Offsets count input tokens, of which each row has `seq_len`. They begin with 0 and are padded with rows · seq_len to
+    one of few sizes, so that almost every batch has the same.
     """
     rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     begins = tokens[:, :-1] == end_of_text
     begins[:, 0] = True
-    starts = np.flatnonzero(begins)
-    size = most_documents(rows, seq_len)
-    if len(starts) > size:
+    starts = np.flatnonzero(begins).astype(np.int32)
+    rooms = [rows * (1 + seq_len // mean) for mean in MEAN_TOKENS]
+    room = next((room for room in rooms if room >= len(starts)), None)
+    if room is None:
         raise DataError(
-            f"a micro-batch holds {len(starts):,} documents, and data.packing: documents has room for {size:,}: "
-            f"remove documents of fewer than {LEAST_TOKENS} tokens, or set data.packing: stream"
+            f"a micro-batch holds {len(starts):,} documents, and data.packing: documents has room for {rooms[-1]:,}: "
+            f"remove documents of fewer than {MEAN_TOKENS[-1]} tokens, or set data.packing: stream"
         )
-    offsets = np.full(size + 1, rows * seq_len, np.int32)
-    offsets[: len(starts)] = starts
-    return offsets
+    return pad_offsets(starts, room + 1, rows * seq_len)
+
+
+def stacked_offsets(tokens: npt.NDArray[np.int32], end_of_text: int) -> npt.NDArray[np.int32]:
+    """The offsets of several micro-batches `[A, rows, seq_len + 1]`, of one size."""
+    offsets = [document_offsets(rows, end_of_text) for rows in tokens]
+    size = max(map(len, offsets))
+    return np.stack([pad_offsets(each, size, int(each[-1])) for each in offsets])
+
+
+def pad_offsets(offsets: npt.NDArray[np.int32], size: int, last: int) -> npt.NDArray[np.int32]:
+    """Fill up with `last`: documents without tokens."""
+    return np.concatenate((offsets, np.full(size - len(offsets), last, np.int32)))

@@ -154,11 +154,12 @@ class TileReader:
     """Reads a prompt's tiles in turn; each call returns the hidden state `[B,E]` of the tile's last token.
 
     The kernels of later tiles read their position on the device, so one graph serves all tiles of a size: the first
-    such tile runs without a graph, the second is captured.
+    such tile runs without a graph, the second is captured. A capture takes as long as many tiles: with `capture` false
+    none is made, for readers of one prompt.
     """
 
-    def __init__(self, model: Decoder, cache: Cache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Decoder, cache: Cache, capture: bool = True) -> None:
+        self.model, self.cache, self.capture = model, cache, capture
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens_BS = torch.empty(0)
 
@@ -169,7 +170,7 @@ class TileReader:
         start = self.cache.tile_start(tokens_BS.shape[1])
         self.cache.reserve(tokens_BS.shape[1])
         known = self.tokens_BS.shape == tokens_BS.shape
-        if isinstance(start, int) or not known:
+        if isinstance(start, int) or not known or not self.capture:
             if not isinstance(start, int):
                 self.tokens_BS, self.graph = tokens_BS.clone(), None
             return self.model.read_tile(tokens_BS, self.cache, start)[:, -1]

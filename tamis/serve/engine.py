@@ -151,7 +151,7 @@ class Engine:
             return any(self._rows) or not self._is_stopping
 
     def _place(self, index: int, completion: Completion) -> None:
-        reader = TileReader(self.model, self.cache.row(index))
+        reader = TileReader(self.model, self.cache.row(index), capture=False)
         draws = torch.Generator().manual_seed(completion.sampling.seed)
         self._rows[index] = Row(completion, reader, list(completion.prompt), draws)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.config import Config, Train
-from tamis.data import document_offsets
+from tamis.data import stacked_offsets
 from tamis.model import DTYPES, Decoder
 from tamis.train.distributed import Ranks, distribute, is_sharded, synchronised_only_if
 from tamis.train.guards import weights_differ
@@ -52,6 +52,7 @@ class TrainStep:
         self.optimizer = OptimizerStep(decoder, config, ranks.device)  # after FSDP has replaced the parameters
         self._forwards: list[tuple[Timestamp, Timestamp]] = []  # of the current step, one per micro-batch
         self._graph: GraphedMicroBatch | None = None
+        self._offsets_size = 0
         # Graph replay emits no NVTX ranges, so graphs are off when NVTX is on.
         if config.runtime.cuda_graph and on_gpu and ranks.world_size == 1 and not config.runtime.nvtx:
             self.optimizer.keep_gradients = True
@@ -130,7 +131,10 @@ class TrainStep:
         if self.config.data.packing == "stream":
             return [None] * len(tokens_ABS1)
         if offsets_AN is None:
-            offsets_AN = np.stack([document_offsets(rows, self.config.vocab_size - 1) for rows in tokens_ABS1])
+            offsets_AN = stacked_offsets(tokens_ABS1, self.config.vocab_size - 1)
+        # Never shrinks: each size costs a capture and a compilation. Empty documents change no bit of the result.
+        self._offsets_size = max(self._offsets_size, offsets_AN.shape[1])
+        offsets_AN = np.pad(offsets_AN, ((0, 0), (0, self._offsets_size - offsets_AN.shape[1])), mode="edge")
         return list(self._to_device(offsets_AN))
 
     def _forward_backward(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None = None) -> Outputs:
@@ -163,8 +167,8 @@ class GraphedMicroBatch:
 
     def __call__(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None, is_first: bool) -> Outputs:
         """Replay. `is_first` of its step: gradients are written, not added to. The very first call must set it."""
-        if not self._captured or self._tokens.shape != tokens_BS1.shape:
-            if self._captured:  # the next length of train.length_schedule
+        if not self._captured or self._shapes != _shapes(tokens_BS1, cu_seqlens):
+            if self._captured:  # the next length of train.length_schedule, or more documents than before
                 torch.cuda.synchronize()
                 self._captured.clear()
             self._warm_up(tokens_BS1, cu_seqlens)
@@ -179,6 +183,7 @@ class GraphedMicroBatch:
 
     def _warm_up(self, tokens_BS1: Tensor, cu_seqlens: Tensor | None) -> None:
         self._tokens, self._cu_seqlens = tokens_BS1.clone(), None if cu_seqlens is None else cu_seqlens.clone()
+        self._shapes = _shapes(tokens_BS1, cu_seqlens)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -193,6 +198,10 @@ class GraphedMicroBatch:
         shared = next((other.pool() for other, _ in self._captured.values()), None)  # they never run at once
         with torch.cuda.graph(graph, pool=shared):
             return graph, self._work(self._tokens, self._cu_seqlens)
+
+
+def _shapes(*tensors: Tensor | None) -> tuple[torch.Size | None, ...]:
+    return tuple(None if tensor is None else tensor.shape for tensor in tensors)
 
 
 def length_of_step(number: int, train: Train) -> int:

@@ -88,6 +88,17 @@ def test_the_kernels_of_a_packed_row_equal_its_documents_alone(lengths: list[int
     assert_equals_its_documents(lengths, SPEC, "triton", padding, groups=1, heads_per_group=2)
 
 
+def test_empty_documents_change_no_bit() -> None:
+    inputs, lengths = packed_inputs([9, 30, 2, 19], SPEC, groups=1, heads_per_group=2), [9, 30, 2, 19]
+
+    def results(padding: int) -> list[Tensor]:
+        packed = {"cu_seqlens": offsets(lengths, padding), "max_seqlen": 40}
+        return with_gradients(lambda x: nsa_attention(*x, SPEC, "triton", **packed), inputs)
+
+    for few, many in zip(results(0), results(70), strict=True):
+        assert torch.equal(few, many)
+
+
 # With blocks of 4 tokens, 150 tokens are more than four times as many blocks as a query chooses: both forms take part.
 FINE = NSASpec(l=4, d=2, l_sel=4, n_sel=3, w=7)
 DENSE = NSASpec(l=2, d=1, l_sel=4, n_sel=3, w=7)  # 80 tokens have more compressed blocks than a tile holds
