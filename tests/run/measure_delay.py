@@ -33,7 +33,7 @@ from tests.faults.forking_trainer import tiny_real_config
 from tests.faults.launched import as_operators_do
 from tests.run.notify.receiver import Receiver
 
-BLOCK_S = 3.0
+BLOCK_S = 1.0
 PATIENCE_S = 300.0
 LOADING_S = 30.0  # the spare worker starts and imports once
 DIGEST_HOURS = 20 / 3600  # a message every 20 s is more than any operator asks for
