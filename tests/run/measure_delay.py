@@ -133,7 +133,7 @@ def delays(run: RunDirectory, pairs: list[tuple[Block, Block]]) -> dict[str, obj
     def within(block: Block) -> list[float]:
         return [seconds for ts, seconds in steps if block[0] + seconds < ts < block[1]]
 
-    timed = [(within(on), within(off)) for on, off in pairs]
+    timed = [(a, b) for on, off in pairs if (a := within(on)) and (b := within(off))]
     result: dict[str, object] = {"pairs": len(timed), "steps": sum(len(on) + len(off) for on, off in timed)}
     for name, measure in (("median", statistics.median), ("mean", statistics.mean)):
         percents = [100 * (measure(on) / measure(off) - 1) for on, off in timed]
