@@ -39,7 +39,7 @@ from tests.faults.test_real_trainer import assert_same_end
 
 KILLS_PER_RUN = 10
 FOR_KILLS = {"steps": 64, "save_every": 4, "eval_every": 16}
-FOR_SOAK = {"steps": 1500, "save_every": 10, "eval_every": 500}
+FOR_SOAK = {"steps": 1500, "save_every": 10, "eval_every": 500, "max_unsaved_steps": 200}  # half a minute, not seconds
 STEP_WAITS_S = 0.15  # in a soak: what a device would compute, so that the cores stay free
 UNLIMITED: dict[str, Any] = {"RESTARTS": "1000000", "WITHOUT_PROGRESS": "1000000", "FIRST_DELAY_S": "2"}
 MOMENTS = ("boot", "step_start", "progress", "step_end", "checkpoint", "checkpoint")
