@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from functools import partial
@@ -22,10 +23,17 @@ from tamis.cli.common import (
     split,
     tokenizer_override,
 )
-from tamis.config import ConfigError
+from tamis.config import ConfigError, load_config
+from tamis.config.legacy import variable_overrides
+from tamis.config.schema import LOCAL
+from tamis.run.files.console import say
+from tamis.run.files.hardware import read_gpus
+from tamis.run.plan import choose_config
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=TRAIN)
+
+SMALL_TEXT_BYTES = 16 << 20  # more surely has text to hold out
 
 Detach = Annotated[bool, typer.Option("--detach", help="run in the background; the terminal may close")]
 
@@ -65,10 +73,11 @@ def run(
     """
     from tamis.run.launch import main_job
 
-    path, overrides = split(words)
-    if data:
-        overrides = [*_data_overrides(data), *overrides]  # the user's own keys come last and win
-    overrides += tokenizer_override(tokenizer)
+    path, own = split(words)
+    own += tokenizer_override(tokenizer)
+    overrides = [*(_data_overrides(data) if data else []), *own]  # the user's own keys come last and win
+    if data and not any(word.startswith("data.val_fraction=") for word in own):
+        overrides += _validation_override(path, overrides)
     raise typer.Exit(main_job(path, overrides, detach, copy_url))
 
 
@@ -87,6 +96,24 @@ def _data_overrides(given: list[str]) -> list[str]:
         return [*keys, "data.dataset=mixture", f"data.mixture={json.dumps(sources)}"]
     (path,) = sources
     return [*keys, f"data.dataset={'shards' if tokenizers else 'local'}", f"data.local_path={json.dumps(path)}"]
+
+
+def _validation_override(path: str | None, overrides: list[str]) -> list[str]:
+    """Train a text that is too small to hold some of it out without validation, instead of failing at the first."""
+    from tamis.data import EndOfData, validation_batches
+    from tamis.data.local_files import LocalFiles
+
+    gpus = read_gpus()
+    variables = variable_overrides(os.environ)[0]
+    config = load_config(path or choose_config(gpus), [*variables, *overrides])
+    if config.data.dataset not in LOCAL or sum(LocalFiles(str(config.data.local_path)).sizes) > SMALL_TEXT_BYTES:
+        return []
+    try:
+        validation_batches(config, world_size=max(1, len(gpus)))
+    except EndOfData:
+        say("there is too little text to hold some of it out: training goes without validation (data.val_fraction=0)")
+        return ["data.val_fraction=0"]
+    return []
 
 
 def _weighted(given: str) -> tuple[str, float]:
@@ -204,7 +231,6 @@ def restore(
 
     Example: tamis restore artifacts/m7c_125m/earlier_20261116_013912
     """
-    from tamis.run.files.console import say
     from tamis.run.files.earlier import restore_earlier
 
     say(restore_earlier(folder))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tamis.config import Config
 from tamis.config.schema import LOCAL
-from tamis.data.errors import DataError
+from tamis.data.errors import DataError, EndOfData
 from tamis.data.hub import open_hub
 from tamis.data.loader import Loader, Samples
 from tamis.data.local_files import LocalFiles
@@ -100,7 +100,7 @@ def _held_out(config: Config, world_size: int) -> list[npt.NDArray[np.int32]]:
     limit_s = config.data.loader_timeout_s * train.eval_batches
     rows = with_time_limit(limit_s, "the held-out text", lambda: _held_out_rows(config, wanted))
     if config.data.val_fraction and len(rows) < world_size:
-        raise DataError(
+        raise EndOfData(
             f"{len(rows)} held-out samples of {train.seq_len} tokens are too few for {world_size} processes: raise "
             "data.val_fraction, lower train.seq_len, or set data.val_fraction: 0 to train without validation"
         )

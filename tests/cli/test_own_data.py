@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tamis.cli.train import _data_overrides
+from tamis.cli.train import _data_overrides, _validation_override
 from tamis.config import ConfigError, load_config
 from tamis.data import DataError
 from tamis.data.prepare import prepare
@@ -40,3 +40,11 @@ def test_wrong_paths_and_weights_are_refused_before_anything_starts(texts: Path)
         _data_overrides(["my texts=much"])
     (texts / "a=b.txt").write_text("text")
     assert "data.dataset=local" in _data_overrides(["a=b.txt"])
+
+
+def test_a_text_too_small_to_hold_some_out_is_trained_without_validation(texts: Path) -> None:
+    words = _data_overrides(["my texts"])
+    assert _validation_override("configs/train_showcase.yaml", words) == ["data.val_fraction=0"]
+    for n in range(40):
+        (texts / "my texts" / f"{n}.txt").write_text(f"Text number {n}. " * 400)
+    assert _validation_override("configs/train_showcase.yaml", words) == []
