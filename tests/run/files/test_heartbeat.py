@@ -80,13 +80,13 @@ def test_a_file_cut_anywhere_gives_the_complete_beats_and_can_be_continued(
 
 def test_two_files_bound_the_disk_and_the_newest_beats_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "beat"
-    writer = HeartbeatWriter(path, rank=0, max_bytes=2000)
+    writer = HeartbeatWriter(path, rank=0, max_bytes=4000)
     for step in range(1000):
         writer.beat("step_end", step)
-    assert path.stat().st_size <= 2000 and previous_file(path).stat().st_size <= 2000
+    assert path.stat().st_size <= 4000 and previous_file(path).stat().st_size <= 4000
     assert len(list(tmp_path.iterdir())) == 2
     steps = [beat.step for beat in read_heartbeats(path)]
-    assert steps == list(range(steps[0], 1000)) and len(steps) > 20
+    assert steps == list(range(steps[0], 1000)) and len(steps) > 30
     assert [beat.step for beat in read_heartbeats(path, tail=25)] == list(range(975, 1000))
 
 
