@@ -170,6 +170,26 @@ def production_plot() -> Plot:
     )
 
 
+def proof_plot() -> Plot:
+    def line(label: str, color: str, run: str) -> Line:
+        with open(DATA / "proof" / run / "val.csv", encoding="utf-8") as rows:
+            return Line(label, color, [(int(r["step"]) * 65_536 / 1e6, float(r["loss"])) for r in csv.DictReader(rows)])
+
+    return Plot(
+        "NSA and its dense twin: loss on held-out text by tokens",
+        "NVIDIA H200, bf16, 2026-11-16; English Wikipedia, packed documents, one seed",
+        "million training tokens",
+        [
+            line("dense, 2k", DENSE, "dense_2048_seed1"),
+            line("NSA, 2k", TAMIS, "nsa_2048_seed1"),
+            line("NSA, 16k", SHORT, "nsa_16384_seed1"),
+        ],
+        (4.5, 5, 5.5, 6, 6.5),
+        log_y=False,
+        x_ticks=(4, 8, 12, 16),
+    )
+
+
 def _machine(document: dict[str, Any]) -> str:
     return f"{document['device']}, bf16, torch {document['torch'].split('+')[0]}, {document['date']}"
 
@@ -187,6 +207,7 @@ def draw(folder: Path) -> None:
         document = json.loads((DATA / source).read_text(encoding="utf-8"))
         (folder / image).write_text(plot(document).svg(), encoding="utf-8")
     (folder / "production_run.svg").write_text(production_plot().svg(), encoding="utf-8")
+    (folder / "proof.svg").write_text(proof_plot().svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_the_plots_show_the_figures_of_docs_data(tmp_path: Path) -> None:
     script = ROOT / "docs" / "plot_benchmarks.py"
     runpy.run_path(str(script))["draw"](tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     for name, svg in drawn.items():
         assert svg == (ROOT / "docs" / "images" / name).read_text(), f"run python {script.relative_to(ROOT)}"
 

@@ -95,15 +95,20 @@ class Telemetry:
         percentiles = _percentiles(self.fetches) if is_logged else {}
         self.beat("step_end", step, **self._step_fields(finished, seconds, rate, mfu), **percentiles)
         if self.ranks.is_main:
+            # Steps before a save or an evaluation are read together: their own times say nothing, the mean does.
+            rate = self._rate_since_log(step, now) if is_logged else rate
             self.console.step(self._line(finished, rate), is_logged)
             if is_logged:
-                self._log(finished, now, mfu)
+                self._log(finished, rate, mfu)
 
-    def _log(self, finished: FinishedStep, now: float, mfu: float | None) -> None:
-        step = finished.launched.step
+    def _rate_since_log(self, step: int, now: float) -> float:
         tokens = self.tokens_per_step * (step - self.last_log_step)
         rate = tokens / max(now - self.last_log_time, 1e-9)
         self.last_log_step, self.last_log_time = step, now
+        return rate
+
+    def _log(self, finished: FinishedStep, rate: float, mfu: float | None) -> None:
+        step = finished.launched.step
         self.final = {"step": step, "loss": finished.loss, "toks_per_s": rate}
         if self.config.train.csv:
             self.training_csv.append(step, finished.loss, finished.launched.lr, rate)
