@@ -299,7 +299,7 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if torch.backends.cuda.is_built():  # the step is compiled on a GPU alone
+    if torch.backends.cuda.is_built() or "WORLD_SIZE" in os.environ:  # a GPU compiles the step, and DDP imports it
         import torch._dynamo
 
     gc.freeze()  # no collection need look at what was imported; the one at the exit would take a second
