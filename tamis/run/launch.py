@@ -25,7 +25,7 @@ from tamis.run.copies.child_process import run_with_copies
 from tamis.run.copies.fetch import fetch_newest
 from tamis.run.cost import CostMeter, cost_banner, metered, money
 from tamis.run.eta import duration_text
-from tamis.run.files.console import counted, print_line, say
+from tamis.run.files.console import announced, counted, print_line, say
 from tamis.run.files.directory import RunDirectory, new_folder
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
@@ -315,9 +315,9 @@ def estimated_toks_per_s(job: Job) -> float | None:
         config_file.write_text(job.config.to_yaml(), encoding="utf-8")
         start = torchrun_command(job.processes) if job.processes > 1 else [sys.executable]
         command = [*start, "-m", "tamis", "estimate", str(config_file), "--json", "--resolved"]
-        say("measuring a few steps for the estimate …")
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)
+            with announced("measuring a few steps for the estimate"):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=ESTIMATE_TIMEOUT_S)
             rate = float(json.loads(done.stdout.strip().splitlines()[-1])["toks_per_s"])
         except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
             say("the estimate failed; phase 1 judges its throughput as not measured (tamis estimate shows why)")

@@ -26,7 +26,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
-from tamis.run.files.console import print_line, printable_line
+from tamis.run.files.console import announced, print_line, printable_line
 from tamis.run.files.hardware import Gpu, read_gpus
 from tamis.run.supervise.worker_processes import torchrun_command
 
@@ -52,7 +52,7 @@ def run_preflight(
         config_file = Path(scratch) / "config.yaml"
         config_file.write_text(config.to_yaml(), encoding="utf-8")
         subject = Subject(config, config_file, read_gpus() if gpus is None else gpus)
-        for finding in _all_findings(subject, quick, emit):
+        for finding in _all_findings(subject, quick):
             findings.append(finding)
             emit(_line(len(findings), finding))
     emit(f"preflight: {verdict(findings)}{QUICK if quick else ''}")
@@ -61,15 +61,17 @@ def run_preflight(
     return 1 if has_failed(findings) else 0
 
 
-def _all_findings(subject: Subject, quick: bool, emit: Callable[[str], None]) -> Iterator[Finding]:
+def _all_findings(subject: Subject, quick: bool) -> Iterator[Finding]:
     yield from (criterion.apply(subject) for criterion in MACHINE_CHECKS)
     if quick:
         return
     for criterion in CHILD_CHECKS:
-        emit(f"    trying: {criterion.name} …")
-        yield criterion.apply(subject)
-    emit("    trying: kernels, causality and the random-token floor on this device …")
-    yield from model_is_right(subject)
+        with announced(f"trying: {criterion.name}"):
+            finding = criterion.apply(subject)
+        yield finding
+    with announced("trying: kernels, causality and the random-token floor on this device"):
+        findings = model_is_right(subject)
+    yield from findings
 
 
 def collectives_work(subject: Subject) -> Finding:

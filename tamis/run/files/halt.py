@@ -6,7 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from tamis.run.files.console import print_line
+from tamis.run.files.console import announced, print_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
@@ -75,8 +75,9 @@ def halt_run(run: RunDirectory, reason: str, wait_s: float) -> int:
     if wait_s == 0:
         return 0
     deadline = time.monotonic() + wait_s
-    while _is_running(run) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    with announced("waiting for the end of the step and its checkpoint"):
+        while _is_running(run) and time.monotonic() < deadline:
+            time.sleep(0.2)
     if _is_running(run):
         print_line(f"still running after {wait_s:g} s: {run.halt} stays, tamis monitor {run.path} shows what it does")
         return 1
