@@ -46,6 +46,9 @@ def serve_model(
         loaded = load_model(checkpoint, max_len=max_len, device=device, precision=precision)
     length, kind = max_len or loaded.model.max_len, loaded.model.embedding.weight.device.type
     engine = Engine(loaded.model, rows or rows_that_fit(loaded.model, length, MOST_ROWS[kind]), length)
+    if kind == "cuda":
+        with announced("compiling kernels (kept for the next start)"):
+            engine.warm_up()
     name = loaded.config.model.name
     app = build_app(Server(loaded, engine, name, template), key, list(LOOPBACK) if host in LOOPBACK else None, END_S)
     shown = f"[{host}]" if ":" in host else host

@@ -24,6 +24,8 @@ from tamis.serve.sampling import choose_each
 MOST_WAITING = 1024  # completions; beyond it a request is refused
 TILE = {"cuda": 4096, "cpu": 256}  # prompt tokens between two decode steps
 IDLE_TOKEN = 0  # what a free row reads
+# Tokens of a last tile: whole multiples of 16 and others, short and long, compile to different kernels.
+LAST_TILES = (17, 1000, 1001, 2047, 2048, 3333)
 
 
 class Busy(Exception):
@@ -95,6 +97,20 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile the kernels of prompts and capture the decode step, before the first request would wait for it."""
+        tile = TILE[self.device.type]
+        prompts = [*LAST_TILES, *(tile + last for last in LAST_TILES)]
+        for length in sorted({min(length, self.max_len - 1) for length in prompts}):
+            self.cache.reset()
+            read = TileReader(self.model, self.cache.row(0), capture=False)
+            for piece in torch.zeros(1, length, dtype=torch.int64, device=self.device).split(tile, dim=1):
+                read(piece)
+        self.cache.reset()
+        self._step(torch.zeros(len(self._rows), dtype=torch.int64, device=self.device))
+        self.cache.reset()
 
     def stop(self, seconds: float) -> None:
         """Refuse new completions, let running ones end for some seconds, then cancel what is left."""

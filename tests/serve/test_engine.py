@@ -23,6 +23,7 @@ def model():
 @pytest.fixture
 def engine(model):
     running = Engine(model, rows=3, max_len=96)
+    running.warm_up()
     running.start()
     yield running
     running.stop(30.0)
