@@ -1,6 +1,7 @@
 """Compile the model's own kernels as M7C launches them, without a GPU, and read the resources they need.
 
-Run as a program in a process without TRITON_INTERPRET: `python -m tests.model.ahead_of_time 90`; the last line is JSON.
+Run as a program in a process without TRITON_INTERPRET: `python -m tests.model.ahead_of_time 90 bfloat16`; the last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def narrow_loads(kernel) -> int:  # type: ignore[no-untyped-def]
 
 def main() -> None:
     compiled = record_launches(int(sys.argv[1]))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (getattr(torch, name) for name in sys.argv[2:]):
         launch_everything(dtype)
         write_all_caches(dtype)
     print(json.dumps({name: resources(k) | {"narrow_loads": narrow_loads(k)} for name, k in compiled.items()}))
