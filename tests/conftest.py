@@ -32,6 +32,7 @@ LONGEST = (
     "tests.attention.kernels.test_compile",
     "tests.faults.test_torchrun",
     "tests.faults.test_supervised_faults",
+    "tests.model.test_compile",
     "tests.attention.kernels.test_selected",
     "tests.attention.test_decode",
     "tests.attention.kernels.test_copied",
