@@ -43,7 +43,7 @@ Checkpoint = Annotated[
 def generate(
     checkpoint: Checkpoint,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT…", help="texts to continue; by default what stdin holds")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="texts to continue; by default what stdin holds")
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="the same; may be given several times")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from tamis.config import Config, build_config
 from tamis.data.tokenizer import tokenizer_for
 from tamis.generate import Sampling, generate, generate_text, generate_texts
-from tamis.generate.sample import choose
+from tamis.generate.sample import choose, gather_prompts
 from tamis.model import Decoder
 
 PROMPT = list(b"The state of the Union")
@@ -146,3 +148,10 @@ def test_sampling_settings_out_of_range_are_refused(wrong: dict) -> None:
 
 def test_a_prompt_may_fill_the_cache_to_its_last_token() -> None:
     assert len(tokens_of(generate(small_model(), [[0] * 90], 6))[0]) == 6
+
+
+def test_without_a_prompt_stdin_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Fellow citizens\nof the Senate\n"))
+    assert gather_prompts([], None) == ["Fellow citizens\nof the Senate"]
+    with pytest.raises(ValueError, match="there is no prompt: write it after the checkpoint"):
+        gather_prompts([], None)  # nothing is left of it
