@@ -6,7 +6,7 @@ branches take `trusted=True` from a caller that has checked its inputs: an op th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ def check_inputs(
     check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
 
 
-def check_inputs_once(inputs: Sequence[Tensor], spec: NSASpec) -> None:
-    """`check_inputs` for shapes, dtypes and devices that it has not accepted before, to save host time."""
+def check_once(check: Callable[..., None], inputs: Sequence[Tensor], spec: NSASpec) -> None:
+    """Call `check(*inputs, spec)` for layouts, dtypes and devices that it has not accepted before: saves host time."""
     if torch.compiler.is_compiling():
-        return check_inputs(*inputs, spec)  # type: ignore[call-arg, arg-type]
-    kinds = (spec, *[(x.shape, x.dtype, x.device) for x in inputs])
+        return check(*inputs, spec)
+    kinds = (check, spec, *[(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
     if kinds not in _accepted:
-        check_inputs(*inputs, spec)  # type: ignore[call-arg, arg-type]
+        check(*inputs, spec)
         if len(_accepted) >= MOST_ACCEPTED:
             _accepted.clear()
         _accepted.add(kinds)

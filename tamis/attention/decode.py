@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention import reference
-from tamis.attention.checks import check_caches, check_like, check_positions, check_queries, check_start
+from tamis.attention.checks import check_caches, check_like, check_once, check_positions, check_queries, check_start
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -89,11 +89,12 @@ def nsa_decode(
     Returns:
         The mixed output `[B,H,D]`, the chosen blocks `[B,G,n_sel]` and the keys read `[B,G]`.
     """
-    _check_step(q_BHD, (compressed_BN2GD, selected_BT2GD, window_BW2GD), gates_BH3, positions_B, spec)
+    inputs = (q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B)
+    check_once(_check_step, inputs, spec)
     if use_kernels(q_BHD, kernels, selected_BT2GD.shape[3]):
         from tamis.attention.kernels.decode.step import decode
 
-        return decode(q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B, spec, into=into)
+        return decode(*inputs, spec, into=into)
     outs, chosen = [], []
     for b, position in enumerate(positions_B.tolist()):
         if not 0 <= position < selected_BT2GD.shape[1]:
@@ -135,11 +136,18 @@ def _check_tile(q_BSHD: Tensor, caches: Caches, gates_BSH3: Tensor, spec: NSASpe
     check_like("q", q_BSHD, gates=(gates_BSH3, (*q_BSHD.shape[:3], 3)))
 
 
-def _check_step(q_BHD: Tensor, caches: Caches, gates_BH3: Tensor, positions_B: Tensor, spec: NSASpec) -> None:
+def _check_step(
+    q_BHD: Tensor,
+    compressed: Tensor,
+    selected: Tensor,
+    window: Tensor,
+    gates_BH3: Tensor,
+    positions_B: Tensor,
+    spec: NSASpec,
+) -> None:
     if q_BHD.dim() != 3:
         raise ValueError(f"q must have 3 dimensions [batch, heads, dim], got {list(q_BHD.shape)}")
     check_queries(q_BHD[:, None])
-    compressed, selected, window = caches
     tokens = selected.shape[1] if selected.dim() > 1 else 0
     check_caches(
         q_BHD,

@@ -18,9 +18,10 @@ from tamis.attention.checks import (
     check_branch,
     check_cu_seqlens,
     check_ids,
-    check_inputs_once,
+    check_inputs,
     check_layout,
     check_no_later_blocks,
+    check_once,
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
@@ -77,7 +78,7 @@ def nsa_attention(
         window branch, float32 `[3,B,H,S]`, −inf where a query sees no key. No gradient flows through them.
     """
     inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    check_inputs_once(inputs, spec)
+    check_once(check_inputs, inputs, spec)
     offsets = _offsets(cu_seqlens, q)
     if block_ids is not None:
         _check_block_ids(block_ids, q, k_sel.shape[2], spec, offsets)

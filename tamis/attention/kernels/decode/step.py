@@ -283,9 +283,10 @@ def decode(
     ids, reads = into or (
         torch.empty(shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
     )
-    aligned = tuple(x.data_ptr() % 16 == 0 for x in (q_BHD, positions_B, *caches, gates_BH3, ids, reads))
+    tensors = (q_BHD, positions_B, *caches, gates_BH3, ids, reads)
+    compiled_for = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
     plan = _plan(
-        q_BHD.shape, q_BHD.stride(), q_BHD.dtype, q_BHD.device, aligned,
+        q_BHD.shape, q_BHD.stride(), q_BHD.dtype, q_BHD.device, compiled_for,
         tuple(x.shape for x in caches), tuple(x.stride() for x in caches), spec, splits,
     )  # fmt: skip
     part, part_lse, logits = (
@@ -320,7 +321,7 @@ def _plan(
     q_stride: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    aligned: tuple[bool, ...],
+    compiled_for: tuple[tuple[torch.dtype, bool], ...],
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
     spec: NSASpec,
