@@ -35,7 +35,7 @@ from tests.run.notify.receiver import Receiver
 
 BLOCK_S = 1.0
 PATIENCE_S = 300.0
-LOADING_S = 30.0  # the spare worker starts and imports once
+LOADING_S = 60.0  # the spare worker starts and imports once
 DIGEST_HOURS = 20 / 3600  # a message every 20 s is more than any operator asks for
 LARGER = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_ff": 256}
 RESAMPLES = 10_000

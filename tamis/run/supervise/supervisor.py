@@ -54,7 +54,7 @@ class LaunchOptions:
     command: CommandFor = trainer_command  # config.yaml, processes, checkpoint or None → command line
     started: float = field(default_factory=time.time)  # of the launch; a .HALT from before it is stale
     meter: CostMeter | None = None  # of the launch; default: one of this run alone
-    spare_after_s: float = 10.0  # of a worker's life, and after its first step: the spare never slows its start
+    spare_after_s: float = 30.0  # of a worker's life, and after its first step: the spare never slows its start
 
 
 def supervise(
