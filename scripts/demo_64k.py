@@ -13,8 +13,8 @@ from _environment import enter_environment
 
 enter_environment()
 
-from tamis.cli.common import announced
 from tamis.cli.main import guarded
+from tamis.run.files.console import announced
 
 
 def main() -> None:
