@@ -82,7 +82,7 @@ def test_a_hub_subset_gives_the_same_batches_as_its_files_do_locally(repository)
 
 
 def test_another_subset_gives_other_documents(repository):
-    assert "1 files" in open_loader(hub_config(repository, data_hub_subset="default")).description
+    assert "1 file," in open_loader(hub_config(repository, data_hub_subset="default")).description
 
 
 def test_a_plain_folder_of_parquet_files_needs_no_card(repository):

@@ -139,7 +139,8 @@ def test_the_command_continues_every_prompt_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "content"), [(None, "\n \n"), ([""], None), ([], None)])
-def test_no_prompt_or_an_empty_one_is_refused(prompts, content, tmp_path: Path) -> None:
+def test_no_prompt_or_an_empty_one_is_refused(prompts, content, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     file = None
     if content is not None:
         file = tmp_path / "prompts.txt"
