@@ -9,6 +9,7 @@ is cut at the row's end, and its rest counts as a document of its own.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from tamis.data.errors import DataError
 from tamis.data.synthetic import SyntheticSamples
 
 FETCH_TIMES_KEPT = 200
+LONGEST_WAIT_S = 0.5
 CLOSE_WAIT_S = 2.0  # a thread blocked in a read is abandoned after this
 # Mean tokens per document that the offsets of a micro-batch have room for: the first that fits. Room costs time.
 MEAN_TOKENS = (1024, 128, 8)
@@ -161,17 +163,22 @@ class _Producer:
     def get(self) -> tuple[npt.NDArray[np.int32], dict[str, Any]]:
         if self._failure:
             raise self._failure
-        try:
-            item = self._ready.get(timeout=self._timeout_s)
-        except queue.Empty:
-            item = DataError(
-                f"no batch within {self._timeout_s:g} s: check the network or the disk the data is on, "
-                "or raise data.loader_timeout_s (--loader-timeout)"
-            )
+        item = self._wait()
         if isinstance(item, Exception):
             self._failure = item
             raise item
         return item
+
+    def _wait(self) -> Any:
+        """The next item. Waits for short times: a signal that comes just before a wait is handled after it."""
+        deadline = time.monotonic() + self._timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=min(left, LONGEST_WAIT_S))
+        return DataError(
+            f"no batch within {self._timeout_s:g} s: check the network or the disk the data is on, "
+            "or raise data.loader_timeout_s (--loader-timeout)"
+        )
 
     def close(self) -> None:
         self._closed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,11 @@ exec {sys.executable} -m http.server "$6" --bind "$4" --directory "$2"
 STAND_IN
 chmod +x .venv/bin/python .venv/bin/tensorboard
 """
+
+
+def _take_sigint() -> None:
+    """A program that a script runs in the background ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Laptop:
@@ -75,6 +81,7 @@ class Laptop:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_take_sigint,
         )
 
     def types(self, *words: str) -> tuple[int, str]:
