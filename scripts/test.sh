@@ -12,5 +12,5 @@ bash scripts/prime_bootstrap.sh --test --from-script
 .venv/bin/mypy & types=$!  # while the tests run, which do not keep two cores busy
 # More than twice as many processes as two cores: many tests wait for trainers that they started. A file stays in one process,
 # which shares the file's fixtures, and the order of tests/conftest.py is kept: the longest files start first.
-.venv/bin/python -m pytest -n "${TEST_PROCESSES:-5}" --dist loadscope --no-loadscope-reorder "$@"
+.venv/bin/python -m pytest -n "${TEST_PROCESSES:-6}" --dist loadscope --no-loadscope-reorder "$@"
 wait "$types"
