@@ -217,7 +217,7 @@ def document_offsets(tokens: npt.NDArray[np.int32], end_of_text: int) -> npt.NDA
     rows, seq_len = tokens.shape[0], tokens.shape[1] - 1
     begins = tokens[:, :-1] == end_of_text
     begins[:, 0] = True
-    starts = np.flatnonzero(begins).astype(np.int32)
+    starts = np.flatnonzero(begins)
     rooms = [rows * (1 + seq_len // mean) for mean in MEAN_TOKENS]
     room = next((room for room in rooms if room >= len(starts)), None)
     if room is None:
@@ -225,16 +225,11 @@ def document_offsets(tokens: npt.NDArray[np.int32], end_of_text: int) -> npt.NDA
             f"a micro-batch holds {len(starts):,} documents, and data.packing: documents has room for {rooms[-1]:,}: "
             f"remove documents of fewer than {MEAN_TOKENS[-1]} tokens, or set data.packing: stream"
         )
-    return pad_offsets(starts, room + 1, rows * seq_len)
+    return np.pad(np.append(starts, rows * seq_len), (0, room - len(starts)), mode="edge").astype(np.int32)
 
 
 def stacked_offsets(tokens: npt.NDArray[np.int32], end_of_text: int) -> npt.NDArray[np.int32]:
     """The offsets of several micro-batches `[A, rows, seq_len + 1]`, of one size."""
     offsets = [document_offsets(rows, end_of_text) for rows in tokens]
     size = max(map(len, offsets))
-    return np.stack([pad_offsets(each, size, int(each[-1])) for each in offsets])
-
-
-def pad_offsets(offsets: npt.NDArray[np.int32], size: int, last: int) -> npt.NDArray[np.int32]:
-    """Fill up with `last`: documents without tokens."""
-    return np.concatenate((offsets, np.full(size - len(offsets), last, np.int32)))
+    return np.stack([np.pad(each, (0, size - len(each)), mode="edge") for each in offsets])
