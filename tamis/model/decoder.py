@@ -26,6 +26,7 @@ from tamis.model.window import WindowAttention
 EMBEDDING_STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.out.weight", "feed_forward.down.weight")  # what adds to the residual stream
 MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other
+MOST_SHAPES = 24  # that one block is compiled for: lengths of a schedule, sizes of packed offsets, validation
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
 
@@ -169,8 +170,12 @@ class Decoder(nn.Module):
     def compile_blocks(self) -> None:
         """Compile one block for all layers, which is much faster than compiling the whole model.
 
-        Each length of a schedule is compiled for itself: the kernels choose their tiles by it.
+        Each length of a schedule, and each size of the offsets of packed documents, is compiled for itself: the kernels
+        choose their tiles by it. Beyond the limit, by default 8, compiling would be an error.
         """
+        import torch._dynamo  # here, because it loads slowly
+
+        torch._dynamo.config.recompile_limit = MOST_SHAPES
         for block in self.blocks:
             block.compile(fullgraph=True, dynamic=False)
 

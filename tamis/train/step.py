@@ -207,7 +207,7 @@ def _shapes(*tensors: Tensor | None) -> tuple[torch.Size | None, ...]:
 def length_of_step(number: int, train: Train) -> int:
     """Return the tokens per sequence of optimizer step `number`, from 1, by `train.length_schedule`.
 
-    The schedule has at most six lengths: torch.compile gives up after eight shapes, and validation needs one too.
+    The schedule has at most six lengths, because each is compiled for itself.
     """
     lengths = train.length_schedule or [train.seq_len]
     return lengths[(number - 1) * len(lengths) // train.steps]
