@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tamis.attention.spec import NSASpec
 
+Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
 MOST_ACCEPTED = 1000  # kinds of inputs remembered
 _accepted: set[tuple[object, ...]] = set()
 
@@ -34,16 +35,26 @@ def check_inputs(
     check_like("q", q, gates=(gates, (*q.shape[:3], 3)))
 
 
-def check_once(check: Callable[..., None], inputs: Sequence[Tensor], spec: NSASpec) -> None:
-    """Call `check(*inputs, spec)` for layouts, dtypes and devices that it has not accepted before: saves host time."""
+def layouts_of(tensors: Sequence[Tensor]) -> Layouts:
+    return tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+def check_once(check: Callable[..., None], inputs: Sequence[Tensor], spec: NSASpec) -> Layouts | None:
+    """Call `check(*inputs, spec)` for layouts that it has not accepted before, to save host time; return the layouts.
+
+    Under torch.compile every call is checked, and there are none.
+    """
     if torch.compiler.is_compiling():
-        return check(*inputs, spec)
-    kinds = (check, spec, *[(x.shape, x.stride(), x.dtype, x.device) for x in inputs])
+        check(*inputs, spec)
+        return None
+    layouts = layouts_of(inputs)
+    kinds = (check, spec, layouts)
     if kinds not in _accepted:
         check(*inputs, spec)
         if len(_accepted) >= MOST_ACCEPTED:
             _accepted.clear()
         _accepted.add(kinds)
+    return layouts
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> None:

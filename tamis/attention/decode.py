@@ -90,11 +90,11 @@ def nsa_decode(
         The mixed output `[B,H,D]`, the chosen blocks `[B,G,n_sel]` and the keys read `[B,G]`.
     """
     inputs = (q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B)
-    check_once(_check_step, inputs, spec)
+    layouts = check_once(_check_step, inputs, spec)
     if use_kernels(q_BHD, kernels, selected_BT2GD.shape[3]):
         from tamis.attention.kernels.decode.step import decode
 
-        return decode(*inputs, spec, into=into)
+        return decode(*inputs, spec, into=into, layouts=layouts)
     outs, chosen = [], []
     for b, position in enumerate(positions_B.tolist()):
         if not 0 <= position < selected_BT2GD.shape[1]:

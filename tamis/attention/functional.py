@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -199,13 +200,19 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int, hea
         wide = f"{heads_per_group} in {_name(dtype)} at head dim {dim}"
         return f"the kernels take up to {most} query heads per group, not {wide}"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_GPU:
-            return f"the kernels need capability {_dotted(OLDEST_GPU)} or newer, this GPU has {_dotted(capability)}"
+        if capability(device) < OLDEST_GPU:
+            has = _dotted(capability(device))
+            return f"the kernels need capability {_dotted(OLDEST_GPU)} or newer, this GPU has {has}"
         return None
     if device.type != "cpu" or not _interpreting():
         return f"the tensors are on {device.type}, not on a CUDA GPU"
     return None if dtype == torch.float32 else f"Triton's interpreter is right in float32 alone, not in {_name(dtype)}"
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, asked once: it takes the host several microseconds."""
+    return torch.cuda.get_device_capability(device)
 
 
 def describe(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per_group: int = 1) -> str:
@@ -216,7 +223,7 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per
         return f"attention: reference in plain PyTorch, because {reason}"
     if device.type == "cpu":
         return "attention: Triton kernels in the interpreter, on the CPU"
-    arch = "".join(map(str, torch.cuda.get_device_capability(device)))
+    arch = "".join(map(str, capability(device)))
     return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch})"
 
 

@@ -1,11 +1,13 @@
 """Time packed documents against a batch of their length, and a decode call, on a GPU: `python -m tests.gpu.packed`.
 
 M7C's shape, 65,536 tokens, forward and backward, in a CUDA graph and launched one by one with a wait before each call;
-the worst difference between a packed row and its documents one by one; the host's time of a decode call.
+the worst difference between a packed row and its documents one by one; the host's time of a decode call. `--decode`
+times decode calls alone, with their parts, and `--one-by-one` 32 sequences of 2,048 tokens alone; both take seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec, nsa_attention, nsa_decode
+from tamis.attention.checks import check_once
+from tamis.attention.decode import _check_step, use_kernels
 from tamis.attention.packing import PackedRow
 from tamis.attention.verify import relative_rmse
 
@@ -97,21 +101,58 @@ def worst_difference(lengths: Sequence[int]) -> float:
     return max(relative_rmse(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def decode_host_ms(batch: int) -> float:
-    q, gates = random_tensor(batch, HEADS, DIM), random_tensor(batch, HEADS, 3)
-    kept = [random_tensor(batch, n, 2, GROUPS, DIM) for n in (SPEC.compressed_blocks(TOKENS), TOKENS, SPEC.w)]
-    positions = torch.full((batch,), TOKENS - 1, device="cuda")
+def host_us(work: Callable[[], object]) -> float:
+    """The host's time of a call, the median of nine loops; no loop fills the queue of launches."""
+    times = []
     with torch.no_grad():
-        for calls in (20, 200):
+        for _ in range(10):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            for _ in range(calls):
-                nsa_decode(q, *kept, gates, positions, SPEC)
-    return (time.perf_counter() - began) / calls * 1e3
+            for _ in range(100):
+                work()
+            times.append((time.perf_counter() - began) * 1e4)
+    return statistics.median(times[1:])
+
+
+def decode_host(batch: int) -> str:
+    q, gates = random_tensor(batch, HEADS, DIM), random_tensor(batch, HEADS, 3)
+    kept = [random_tensor(batch, n, 2, GROUPS, DIM) for n in (SPEC.compressed_blocks(TOKENS), TOKENS, SPEC.w)]
+    given = (q, *kept, gates, torch.full((batch,), TOKENS - 1, device="cuda"))
+    into = nsa_decode(*given, SPEC)[1:]
+    parts = {
+        "checks": lambda: check_once(_check_step, given, SPEC),
+        "choice of kernels": lambda: use_kernels(q, groups=GROUPS),
+        "one allocation": lambda: torch.empty(1 << 16, dtype=torch.float32, device="cuda"),
+        "call with given tensors for blocks and reads": lambda: nsa_decode(*given, SPEC, into=into),
+    }
+    cells = ", ".join(f"{name} {host_us(work):.1f}" for name, work in parts.items())
+    return f"decode, batch {batch}: host {host_us(lambda: nsa_decode(*given, SPEC)) / 1e3:.3f} ms; in us: {cells}"
+
+
+def call_one_by_one(length: int = 2048) -> str:
+    """The same call from a graph and one by one, and the host's share of it."""
+    work = fixed_call(length)
+    graph, alone = milliseconds(work, True), milliseconds(work, False)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    host = (time.perf_counter() - began) * 1e3
+    more = 100 * (alone / graph - 1)
+    return f"{length} tokens: {graph:.3f} ms in a graph, {alone:.3f} one by one, {more:.1f}% more; host {host:.3f} ms"
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--decode", action="store_true", help="time the host's part of decode calls alone")
+    parser.add_argument("--one-by-one", action="store_true", help="time 32 x 2k from a graph and one by one alone")
+    chosen = parser.parse_args()
     torch.manual_seed(0)
+    if chosen.decode:
+        print(decode_host(1), decode_host(8), sep="\n")
+    if chosen.one_by_one:
+        print(call_one_by_one())
+    if chosen.decode or chosen.one_by_one:
+        return
     for lengths in ([2048] * 8, [8192] * 4, ODD_LENGTHS, [37] * 300):
         print(f"{len(lengths):4} documents: worst difference {worst_difference(lengths):.1e}", flush=True)
     for length in LENGTHS:
@@ -119,7 +160,7 @@ def main() -> None:
         cells = (f"{name} {milliseconds(w, True):.2f} ({milliseconds(w, False):.2f})" for name, w in calls.items())
         print(f"documents of {length:6}, ms in a graph (one by one): {', '.join(cells)}", flush=True)
     for batch in (1, 8):
-        print(f"decode, batch {batch}: host {decode_host_ms(batch):.3f} ms")
+        print(decode_host(batch))
 
 
 if __name__ == "__main__":

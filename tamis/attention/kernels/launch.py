@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.functional import capability
 from tamis.attention.spec import DeviceStart, NSASpec, Start
 
 LOG2E = 1.4426950408889634
@@ -171,12 +171,7 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
 def is_ampere(x: Tensor) -> bool:
     """Whether the tensor is on a GPU older than Hopper."""
-    return x.is_cuda and _capability(x.device) < (9, 0)
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return x.is_cuda and capability(x.device) < (9, 0)
 
 
 def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
@@ -205,15 +200,15 @@ def block_tiles(spec: NSASpec) -> tuple[int, int]:
 
 
 class PreparedLaunch:
-    """A kernel with its grid and every argument but the first few: tensors, and numbers that are not specialized on.
+    """A kernel with its grid and every argument but the first, which are tensors.
 
     Triton looks at all arguments of a launch to find the compiled kernel, which takes most of the host's time. This
-    looks once. Tensors of later calls have the same dtypes, and addresses that are multiples of 16 where the first
-    call's are. The constants are the last parameters of the kernel.
+    looks once, for one device. Tensors of later calls have the same dtypes, and addresses that are multiples of 16
+    where the first call's are. The constants are the last parameters of the kernel.
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int, ...], constants: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: dict[str, Any],
         options: dict[str, Any],
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._numbers, self._constants, self._options = (
@@ -222,15 +217,25 @@ class PreparedLaunch:
         self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, *first: Any) -> None:
-        if self._compiled is not None:
-            self._compiled(*first, *self._rest)
-            return
-        compiled = self._kernel[self._grid](*first, *self._numbers, **self._constants, **self._options)
+    def __call__(self, *tensors: Tensor) -> None:
+        compiled, hooks = self._compiled, triton.knobs.runtime
+        if compiled is None:
+            self._prepare(tensors)
+        elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
+            compiled[self._grid](*tensors, *self._rest)
+        else:
+            driver = triton.runtime.driver.active
+            stream = driver.get_current_stream(driver.get_current_device())
+            # Addresses, because the launcher would ask the CUDA driver about every tensor.
+            rest = (None, None, None, *[x.data_ptr() for x in tensors], *self._rest)
+            compiled.run(*self._grid, stream, compiled.function, compiled.packed_metadata, *rest)
+
+    def _prepare(self, tensors: tuple[Tensor, ...]) -> None:
+        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
-            names = self._kernel.arg_names[len(first) + len(self._numbers) :]
+            names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
-            self._compiled = compiled[self._grid]
+            self._compiled = compiled
 
 
 def start_argument(start: Start) -> int | Tensor | None:

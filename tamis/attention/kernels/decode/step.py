@@ -14,8 +14,9 @@ window, then the merged compressed one), 2: key, then value. Logits and log-sum-
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tamis.attention.checks import Layouts, layouts_of
 from tamis.attention.kernels.decode.choice import UNUSED, chosen_blocks
 from tamis.attention.kernels.decode.splits import (
     MOST_SPLITS,
@@ -40,7 +42,6 @@ from tamis.attention.kernels.launch import (
     next_power_of_2,
     padded,
     precision,
-    unit_last_stride,
 )
 from tamis.attention.spec import NSASpec
 
@@ -107,15 +108,24 @@ def _store_packed(part, part_lse, part_reads, qg, x, split, m, total, acc, reads
         tl.store(part_reads + (qg + g) * x + split, reads)
 
 
+@triton.jit
+def _in_scratch(scratch, at_lse, at_reads, at_arrived, at_logits):
+    """What the two kernels share: the splits' outputs, log-sum-exps and keys read, arrivals, and the logits."""
+    whole = tl.pointer_type(tl.int32)
+    reads, arrived = (scratch + at_reads).to(whole, bitcast=True), (scratch + at_arrived).to(whole, bitcast=True)
+    return scratch, scratch + at_lse, reads, arrived, scratch + at_logits
+
+
 @triton.jit(do_not_specialize=["G", "x"])
 def _scan_kernel(
-    q, positions, compressed, part, part_lse, part_reads, logits, arrived, scale,
+    q, positions, compressed, scratch, at_lse, at_reads, at_arrived, at_logits, scale,
     stride_q, stride_h, stride_cb, stride_cn, stride_c2, stride_cg, row_length, G, x,
     L: tl.constexpr, STRIDE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the second kernel may start; it waits for the end of this one
+    part, part_lse, part_reads, arrived, logits = _in_scratch(scratch, at_lse, at_reads, at_arrived, at_logits)
     pack = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     query, group = pack // (G // PACK), pack % (G // PACK) * PACK
@@ -178,7 +188,7 @@ def _merged(part, part_lse, gate, splits, row, at, mask, R: tl.constexpr, D: tl.
 
 @triton.jit(do_not_specialize=["slots", "G", "x_cmp", "x_win", "x_sel"])
 def _finish_kernel(
-    q, positions, selected, window, gates, part, part_lse, part_reads, logits, arrived, out, ids, reads,
+    q, positions, selected, window, gates, scratch, out, ids, reads, at_lse, at_reads, at_arrived, at_logits,
     scale, stride_q, stride_h, stride_sb, stride_st, stride_s2, stride_sg, stride_wb, stride_wt, stride_w2, stride_wg,
     row_length, slots, G, x_cmp, x_win, x_sel,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
@@ -191,6 +201,7 @@ def _finish_kernel(
     walk the window, and the last one merges what the scan left. The program that arrives last adds all up under the
     gates. The first two jobs share one loop over keys, and so its buffers: hence the many arguments.
     """
+    part, part_lse, part_reads, arrived, logits = _in_scratch(scratch, at_lse, at_reads, at_arrived, at_logits)
     x = x_cmp + x_sel + x_win + 1
     qg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -272,63 +283,46 @@ def decode(
     spec: NSASpec,
     splits: Splits | None = None,
     into: tuple[Tensor, Tensor] | None = None,
+    layouts: Layouts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixed output `[B,H,D]`, chosen blocks `[B,G,n]` and keys read `[B,G]` of one query for each cached sequence.
 
     Token `t` of the window lies in slot `t % W`. `into`: contiguous tensors for the blocks and the keys read.
+    `layouts`: those of the six tensors, from a caller that has them.
     """
-    q_BHD, gates_BH3, positions_B = unit_last_stride(q_BHD), gates_BH3.contiguous(), positions_B.contiguous()
-    caches = compressed_BN2GD, selected_BT2GD, window_BW2GD
+    if q_BHD.stride(2) != 1 or not (gates_BH3.is_contiguous() and positions_B.is_contiguous()):
+        q_BHD, gates_BH3, positions_B = q_BHD.contiguous(), gates_BH3.contiguous(), positions_B.contiguous()
+        layouts = None
+    inputs = (q_BHD, compressed_BN2GD, selected_BT2GD, window_BW2GD, gates_BH3, positions_B)
     B, G = q_BHD.shape[0], compressed_BN2GD.shape[3]
     ids, reads = into or (
-        torch.empty(shape, dtype=torch.int32, device=q_BHD.device) for shape in ((B, G, spec.n_sel), (B, G))
+        torch.empty(B, G, spec.n_sel, dtype=torch.int32, device=q_BHD.device),
+        torch.empty(B, G, dtype=torch.int32, device=q_BHD.device),
     )
-    tensors = (q_BHD, positions_B, *caches, gates_BH3, ids, reads)
-    compiled_for = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-    plan = _plan(
-        q_BHD.shape, q_BHD.stride(), q_BHD.dtype, q_BHD.device, compiled_for,
-        tuple(x.shape for x in caches), tuple(x.stride() for x in caches), spec, splits,
-    )  # fmt: skip
-    part, part_lse, logits = (
-        torch.empty(shape, dtype=torch.float32, device=q_BHD.device) for shape in (plan.part, plan.lse, plan.logits)
-    )
-    part_reads, arrived = (torch.empty(shape, dtype=torch.int32, device=q_BHD.device) for shape in plan.counts)
-    out, logits, scale = q_BHD.new_empty(q_BHD.shape), logits[plan.lead :], q_BHD.shape[2] ** -0.5 * LOG2E
-    plan.scan(q_BHD, positions_B, compressed_BN2GD, part, part_lse, part_reads, logits, arrived, scale)
-    plan.finish(
-        q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, part, part_lse, part_reads, logits, arrived, out,
-        ids, reads, scale,
-    )  # fmt: skip
+    compiled_for = tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in (*inputs, ids, reads)])
+    plan = _plan(layouts or layouts_of(inputs), compiled_for, spec, splits)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=q_BHD.device)
+    out = q_BHD.new_empty(q_BHD.shape)
+    plan.scan(q_BHD, positions_B, compressed_BN2GD, scratch)
+    plan.finish(q_BHD, positions_B, selected_BT2GD, window_BW2GD, gates_BH3, scratch, out, ids, reads)
     return out, ids, reads
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The launches of a step and the shapes of what they share."""
+class _Plan(NamedTuple):
+    """The launches of a step and the numbers in what they share."""
 
     scan: PreparedLaunch
     finish: PreparedLaunch
-    part: tuple[int, ...]
-    lse: tuple[int, ...]
-    logits: int
-    lead: int  # logits before block 0
-    counts: tuple[tuple[int, ...], tuple[int, ...]]
+    scratch: int
 
 
 @lru_cache(maxsize=256)
 def _plan(
-    q_shape: tuple[int, int, int],
-    q_stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    compiled_for: tuple[tuple[torch.dtype, bool], ...],
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    spec: NSASpec,
-    splits: Splits | None,
+    layouts: Layouts, compiled_for: tuple[tuple[torch.dtype, bool], ...], spec: NSASpec, splits: Splits | None
 ) -> _Plan:
     """Everything about a step that does not change from token to token; the host's time decides the speed of few."""
-    (B, H, D), (compressed, selected, window) = q_shape, shapes
+    shapes, strides, (dtype, *_), (device, *_) = zip(*layouts, strict=True)
+    (B, H, D), compressed, selected, window = shapes[:4]
     N, G = compressed[1], compressed[3]
     R, DP, q = H // G, padded(D), torch.empty(0, dtype=dtype, device=device)
     pack = packed_groups(B, G, R, D)
@@ -340,22 +334,22 @@ def _plan(
     BJ = max(4 * NP, min(SCORE_BLOCKS, next_power_of_2(blocks)))
     # A head's logits: of whole runs of BJ blocks, for scores are read without masks; and so before block 0 and beyond.
     row_length = BJ * cdiv(blocks, BJ) * spec.pieces_per_selected
-    lead, beyond = (16 * cdiv(n, 16) for n in (spec.pieces_per_compressed, spec.pieces_per_selected))
+    parts = (B * G * X * R * D, B * G * X * R, B * G * X, B * G, spec.pieces_per_compressed)
+    *at, scratch = accumulate(16 * cdiv(n, 16) for n in (*parts, B * H * row_length + spec.pieces_per_selected))
+    shared = (*at[:3], at[4], D**-0.5 * LOG2E, *strides[0][:2])
     shape = {"L": spec.l, "STRIDE": spec.d, "R": R, "D": D, "DP": DP, "PRECISION": precision(dtype), "EARLY": early}
     return _Plan(
         scan=PreparedLaunch(
-            _scan_kernel, (B * G // pack, splits.compressed, 1),
-            (*q_stride[:2], *strides[0][:4], row_length, G, X),
+            _scan_kernel, (B * G // pack, splits.compressed, 1), (*shared, *strides[1][:4], row_length, G, X),
             shape | {"PACK": pack, "RP": padded_rows(pack * R), "BN": scan.keys}, scan.options,
         ),
         finish=PreparedLaunch(
             _finish_kernel, (B * G, splits.selected + splits.window + 1, 1),
-            (*q_stride[:2], *strides[1][:4], *strides[2][:4], row_length, window[1], G,
+            (*shared, *strides[2][:4], *strides[3][:4], row_length, window[1], G,
              splits.compressed, splits.window, splits.selected),
             shape | {"RP": padded_rows(R), "RH": next_power_of_2(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel,
                      "W": spec.w, "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS},
             finish.options | ({"launch_pdl": True} if early else {}),
         ),
-        part=(B, G, X, R, D), lse=(B, G, X, R), logits=lead + B * H * row_length + beyond, lead=lead,
-        counts=((B, G, X), (B, G)),
+        scratch=scratch,
     )  # fmt: skip
