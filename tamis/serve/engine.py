@@ -22,10 +22,11 @@ from tamis.serve.completion import Completion, TokenLogprobs
 from tamis.serve.sampling import choose_each
 
 MOST_WAITING = 1024  # completions; beyond it a request is refused
-TILE = {"cuda": 4096, "cpu": 256}  # prompt tokens between two decode steps
+# Prompt tokens between two decode steps. A GPU's host takes as long to launch a tile of 4,096 as one of 16,384 runs.
+TILE = {"cuda": 16384, "cpu": 256}
 IDLE_TOKEN = 0  # what a free row reads
 # Tokens of a last tile: whole multiples of 16 and others, short and long, compile to different kernels.
-LAST_TILES = (17, 1000, 1001, 2047, 2048, 3333)
+LAST_TILES = (17, 1000, 1001, 2047, 2048, 3333, 4800, 9001)
 
 
 class Busy(Exception):
@@ -53,7 +54,6 @@ class Row:
     reader: TileReader
     unread: list[int]  # prompt tokens that are not in the cache yet
     draws: torch.Generator
-    hidden_E: Tensor | None = None  # predicts the next token; None while the prompt is being read
 
 
 @dataclass
@@ -89,6 +89,9 @@ class Engine:
         self.cache = model.new_cache(rows, self.max_len)
         self.counters = Counters()
         self._rows: list[Row | None] = [None] * rows
+        # What predicts the next token of each row. All rows go through every product, whoever runs beside them: a
+        # product of another shape rounds differently, and a completion's text would depend on the others.
+        self._hidden_RE = model.embedding.weight.new_zeros(rows, model.embedding.weight.shape[1])
         self._step = DecodeStep(model, self.cache)
         self._waiting = _Waiting()
         self._change = threading.Condition()
@@ -179,25 +182,23 @@ class Engine:
                 self.counters.cancelled += 1
                 row.completion.fail("cancelled")
                 self._free(index)
-        reading = next((row for row in self._rows if row is not None and row.unread), None)
+        reading = next((index for index, row in enumerate(self._rows) if row is not None and row.unread), None)
         if reading is not None:
             self._read_tile(reading)
-        ready = [index for index, row in enumerate(self._rows) if row is not None and row.hidden_E is not None]
+        ready = [index for index, row in enumerate(self._rows) if row is not None and not row.unread]
         if ready:
             self._decode(ready)
 
-    def _read_tile(self, row: Row) -> None:
+    def _read_tile(self, index: int) -> None:
+        row = self._row(index)
         tile = row.unread[: TILE[self.device.type]]
         row.unread = row.unread[len(tile) :]
-        hidden_BE = row.reader(torch.tensor([tile], device=self.device))
+        self._hidden_RE[index] = row.reader(torch.tensor([tile], device=self.device))[0]
         self.counters.prompt_tokens += len(tile)
-        if not row.unread:
-            row.hidden_E = hidden_BE[0]
 
     def _decode(self, ready: list[int]) -> None:
         rows = [self._row(index) for index in ready]
-        hidden_BE = torch.stack([row.hidden_E for row in rows if row.hidden_E is not None])
-        logits_BV = self.model.logits(hidden_BE)
+        logits_BV = self.model.logits(self._hidden_RE)[ready]
         uniform_B = torch.stack([torch.rand((), generator=row.draws) for row in rows]).to(self.device)
         tokens_B = choose_each(logits_BV, uniform_B, [row.completion.sampling for row in rows])
         tokens, logprobs = tokens_B.tolist(), self._logprobs(logits_BV, tokens_B, rows)
@@ -215,13 +216,12 @@ class Engine:
         """
         if not tokens:
             return
-        idle = [index for index in range(len(self._rows)) if index not in tokens]
-        lengths, positions = self.cache.lengths_B[idle].clone(), self.cache.positions_B[idle].clone()
+        lengths, positions = self.cache.lengths_B.clone(), self.cache.positions_B.clone()
         batch = [tokens.get(index, IDLE_TOKEN) for index in range(len(self._rows))]
-        hidden_BE = self._step(torch.tensor(batch, device=self.device))
-        self.cache.lengths_B[idle], self.cache.positions_B[idle] = lengths, positions
-        for index in tokens:
-            self._row(index).hidden_E = hidden_BE[index].clone()
+        self._hidden_RE.copy_(self._step(torch.tensor(batch, device=self.device)))
+        read = torch.tensor([index in tokens for index in range(len(self._rows))])
+        torch.add(lengths, read, out=self.cache.lengths_B)
+        torch.add(positions, read.to(self.device), out=self.cache.positions_B)
         self.counters.steps += 1
 
     def _row(self, index: int) -> Row:

@@ -62,6 +62,21 @@ def test_completions_of_many_lengths_and_settings_equal_those_alone(engine, mode
     assert engine.counters.prompt_tokens == sum(len(prompt) for prompt, _, _ in requests)
 
 
+def test_log_probabilities_do_not_depend_on_who_runs_beside(engine):
+    """To the last bit: the same row goes through products of the same shape, alone and among others."""
+
+    def logprobs(others: int) -> list[float]:
+        pieces = [submit(engine, [7, 8, 9 + n], 12, top_logprobs=1) for n in range(1 + others)]
+        found = []
+        while not (piece := pieces[0].get(timeout=120)).finish:
+            found += [one.logprob for one in piece.logprobs]
+        for rest in pieces[1:]:
+            whole(rest)
+        return found
+
+    assert logprobs(others=0) == logprobs(others=2)
+
+
 def test_a_prompt_of_several_tiles_is_read_between_the_steps_of_others(engine, model, monkeypatch):
     monkeypatch.setattr("tamis.serve.engine.TILE", {"cpu": 7})
     long, short = list(range(60)), [3, 4, 5]
