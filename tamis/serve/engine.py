@@ -89,7 +89,7 @@ class Engine:
         self.cache = model.new_cache(rows, self.max_len)
         self.counters = Counters()
         self._rows: list[Row | None] = [None] * rows
-        # What predicts the next token of each row. All rows go through every product, whoever runs beside them: a
+        # What predicts the next token of each row. All rows go through every product, with or without others: a
         # product of another shape rounds differently, and a completion's text would depend on the others.
         self._hidden_RE = model.embedding.weight.new_zeros(rows, model.embedding.weight.shape[1])
         self._step = DecodeStep(model, self.cache)

@@ -62,7 +62,7 @@ def test_completions_of_many_lengths_and_settings_equal_those_alone(engine, mode
     assert engine.counters.prompt_tokens == sum(len(prompt) for prompt, _, _ in requests)
 
 
-def test_log_probabilities_do_not_depend_on_who_runs_beside(engine):
+def test_log_probabilities_do_not_depend_on_what_else_runs(engine):
     """To the last bit: the same row goes through products of the same shape, alone and among others."""
 
     def logprobs(others: int) -> list[float]:
