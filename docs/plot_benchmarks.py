@@ -177,12 +177,13 @@ def proof_plot() -> Plot:
 
     return Plot(
         "NSA and its dense twin: loss on held-out text by tokens",
-        "NVIDIA H200, bf16, 2026-11-16; English Wikipedia, packed documents, one seed",
+        "NVIDIA H200, bf16, 2026-11-16; English Wikipedia, packed documents, seed 2",
         "million training tokens",
         [
-            line("dense, 2k", DENSE, "dense_2048_seed1"),
-            line("NSA, 2k", TAMIS, "nsa_2048_seed1"),
-            line("NSA, 16k", SHORT, "nsa_16384_seed1"),
+            line("dense, 16k", OTHER, "dense_16384_seed2"),
+            line("dense, 2k", DENSE, "dense_2048_seed2"),
+            line("NSA, 16k", SHORT, "nsa_16384_seed2"),
+            line("NSA, 2k", TAMIS, "nsa_2048_seed2"),
         ],
         (4.5, 5, 5.5, 6, 6.5),
         log_y=False,

@@ -126,12 +126,16 @@ def _curve(evidence: Evidence, rows: list[tuple[int, float]]) -> LossCurve:
 
 
 def _hours_by_step(evidence: Evidence) -> list[tuple[int, float]]:
-    """Return logged steps with the hours of training until then, from the speed that was logged with them."""
+    """Return logged steps with the hours of training until then, from the speed that was logged with them.
+
+    The first step compiles kernels; it counts as long as the next ones.
+    """
     per_step = _config(evidence).tokens_per_step(evidence.processes or 1)
     clock, before, hours = [(0, 0.0)], 0, 0.0
-    for row in evidence.training:
-        if row.toks_per_s > 0:
-            hours += (row.step - before) * per_step / row.toks_per_s / 3600
+    for row, following in zip(evidence.training, [*evidence.training[1:], *evidence.training[-1:]], strict=True):
+        speed = following.toks_per_s if row.step == 1 else row.toks_per_s
+        if speed > 0:
+            hours += (row.step - before) * per_step / speed / 3600
         before = row.step
         clock.append((row.step, hours))
     return clock
@@ -163,17 +167,17 @@ def difference(reference: LossCurve, other: LossCurve) -> Difference:
 
 def as_text(curves: Sequence[LossCurve], differences: Sequence[Difference], measured: str) -> str:
     width = max(len("run"), *(len(curve.name) for curve in curves))
-    lines = [f"{measured} loss in nats per token; hours of training steps alone", ""]
+    lines = [f"{measured} loss in nats per token; hours of training steps alone, the first without its compilation", ""]
     lines.append(f"{'run':<{width}}  parameters   tokens     hours    last loss  lowest")
     lines += [
-        f"{one.name:<{width}}  {one.parameters / 1e6:8.1f}M {one.tokens[-1] / 1e6:9.1f}M {one.hours[-1]:8.2f} "
+        f"{one.name:<{width}}  {one.parameters / 1e6:8.1f}M {one.tokens[-1] / 1e6:9.1f}M {one.hours[-1]:8.3g} "
         f"{one.losses[-1]:10.4f} {min(one.losses):8.4f}"
         for one in curves
     ]
     lines += ["", f"against {curves[0].name}:"]
     lines += [
         f"{one.name:<{width}}  {one.at_equal_tokens:+.4f} at {one.tokens / 1e6:.1f}M tokens;  "
-        f"{one.at_equal_hours:+.4f} at {one.hours:.2f} hours;  "
+        f"{one.at_equal_hours:+.4f} at {one.hours:.3g} hours;  "
         f"loss {one.loss:.4f} with {one.tokens_ratio:.2f} × the tokens, {one.hours_ratio:.2f} × the time"
         for one in differences
     ]

@@ -45,6 +45,13 @@ def test_two_runs_as_text_and_page(tmp_path: Path) -> None:
     assert page.count("<polyline") == 4 and "&lt;nsa&gt;" in page and "<nsa>" not in page
 
 
+def test_the_time_to_compile_the_first_step_is_not_counted(tmp_path: Path) -> None:
+    runs = [logged(tmp_path / name, [5.0, 4.0, 3.0], 1000.0) for name in ("one", "other")]
+    rows = runs[1].training_csv.read_text().splitlines()
+    runs[1].training_csv.write_text("\n".join([rows[0], "1,9.0,0.001,1.0", *rows[1:]]) + "\n")
+    assert "1.00 × the tokens, 1.00 × the time" in compare_runs(runs)
+
+
 def test_runs_of_other_data_or_tokenizers_are_refused_unless_asked_for(tmp_path: Path) -> None:
     one = logged(tmp_path / "one", [5.0, 4.0], 1000.0)
     for number, key in enumerate(["data.tokenizer=gpt2", "data.dataset=sample", "data.packing=documents"]):
