@@ -1,12 +1,15 @@
 """Settings of the whole suite: one thread per process, the longest files first, and the same examples each time."""
 
+import gc
 import os
+
+gc.disable()  # imports and collected tests make no garbage; pytest_collection_finish enables it
 
 # Before torch loads, and inherited by processes tests start: on few cores spinning OpenMP threads starve each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
-from tamis.config.process import set_process_defaults
+from tamis.config.process import set_process_defaults  # noqa: E402
 
 set_process_defaults()
 
@@ -48,3 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first; the order within a file stays."""
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.module.__name__, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection visit what was imported and collected."""
+    gc.freeze()
+    gc.enable()
