@@ -26,6 +26,7 @@ from tamis.attention.checks import (
     compressed_blocks,
 )
 from tamis.attention.compress import MeanCompression
+from tamis.attention.kernels.tiles import SMALL_MEMORY
 from tamis.attention.packing import PackedRow, as_row, positions_in_documents
 from tamis.attention.spec import NSASpec, as_numbers
 
@@ -203,6 +204,8 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int, hea
         if capability(device) < OLDEST_GPU:
             has = _dotted(capability(device))
             return f"the kernels need capability {_dotted(OLDEST_GPU)} or newer, this GPU has {has}"
+        if capability(device) in SMALL_MEMORY and dim > LARGEST_DIM // 2:
+            return f"head dims above {LARGEST_DIM // 2} do not fit the shared memory of this GPU, and {dim} is one"
         return None
     if device.type != "cpu" or not _interpreting():
         return f"the tensors are on {device.type}, not on a CUDA GPU"

@@ -38,6 +38,7 @@ from tamis.attention.kernels.launch import cdiv, padded, softmax_scale, unit_las
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
+from tamis.attention.kernels.tuned import with_fallback
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -73,7 +74,8 @@ def run_forward(
     geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
     ids = None if block_ids is None else _ids_in_row(block_ids, tables)
-    return attend(q, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win), gates, geometry, packed=tables, scale=scale, ids=ids)
+    branches = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    return with_fallback(lambda: attend(q, branches, gates, geometry, packed=tables, scale=scale, ids=ids))
 
 
 def attend(
@@ -140,20 +142,24 @@ def run_backward(
     """Gradients of q, the three branches' keys and values, and the gates."""
     geometry, gates = _spec_of(*spec), gates.contiguous()
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-    dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
-    window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
-    statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
-    compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
-    # Before the many short launches of the selected branch, whose host time they hide.
-    dk_win, dv_win = key_gradients(q, *window, dout)
-    dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk_sel, dv_sel = selected_backward(
-        q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-        packed=tables, scale=scale,
-    )  # fmt: skip
-    add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
-    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+    def gradients() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
+        window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
+        statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+        compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
+        # Before the many short launches of the selected branch, whose host time they hide.
+        dk_win, dv_win = key_gradients(q, *window, dout)
+        dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk_sel, dv_sel = selected_backward(
+            q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
+            packed=tables, scale=scale,
+        )  # fmt: skip
+        add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
+        return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+    return with_fallback(gradients)
 
 
 nsa_backward = torch.library.custom_op("tamis::nsa_backward", run_backward, mutates_args=())

@@ -156,7 +156,7 @@ class PackedTables:
 
     @classmethod
     def of(cls, flat: Tensor, documents: int, tokens: int, longest: int, spec: NSASpec) -> PackedTables:
-        token, compressed, tile, block = flat.split(_table_sizes(documents, tokens, spec))
+        token, compressed, tile, block = flat.split(table_sizes(documents, tokens, spec))
         return cls(token, compressed, tile, block, block_slots(documents, tokens, spec), documents, longest)
 
 
@@ -165,7 +165,7 @@ def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
     return tokens // spec.l_sel + documents
 
 
-def _table_sizes(documents: int, tokens: int, spec: NSASpec) -> list[int]:
+def table_sizes(documents: int, tokens: int, spec: NSASpec) -> list[int]:
     """Numbers in each table of `PackedTables`, with the padding that follows it."""
     compressed = spec.compressed_blocks(tokens)
     tiles = (
@@ -182,7 +182,7 @@ def _aligned(numbers: int) -> int:
 @torch.library.custom_op("tamis::packed_tables", mutates_args=())
 def packed_tables(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
     """The tables of `PackedTables` in one tensor: by two kernels on a GPU, else by `reference_tables`."""
-    sizes = _table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
+    sizes = table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
     if not cu_seqlens.is_cuda:
         parts = reference_tables(cu_seqlens, tokens, NSASpec(*spec))
         padded = [torch.nn.functional.pad(x.flatten(), (0, n - x.numel())) for x, n in zip(parts, sizes, strict=True)]
@@ -196,7 +196,7 @@ def packed_tables(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
 
 @packed_tables.register_fake
 def _(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
-    sizes = _table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
+    sizes = table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
     return cu_seqlens.new_empty(sum(sizes), dtype=torch.int32)
 
 
@@ -214,7 +214,7 @@ def reference_tables(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> tuple[Te
 
     keys, used = spec.compressed_blocks(tokens), first_compressed[-1]
     first_tile = torch.nn.functional.pad((-(-first_compressed.diff() // KEYS_OF_TILE)).cumsum(0), (1, 0))
-    slot = torch.arange(_table_sizes(last + 1, tokens, spec)[2] // 2, device=device)
+    slot = torch.arange(table_sizes(last + 1, tokens, spec)[2] // 2, device=device)
     owner = torch.searchsorted(first_tile[1:], slot, right=True)
     exists, owner = owner <= last, owner.clamp_max(last)
     # The tiles after those of all documents hold the unused blocks, whose gradients are 0.

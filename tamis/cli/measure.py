@@ -1,4 +1,4 @@
-"""Verbs that measure: profile, bench. Each bench prints a table first, and one JSON document as its last line."""
+"""Verbs that measure: profile, tune, bench. Each bench prints a table first, and one JSON document as its last line."""
 
 from __future__ import annotations
 
@@ -47,6 +47,37 @@ def profile(
     with announced(f"profiling {resolved.model.name}"):
         code = profile_steps(resolved, steps, out)
     raise typer.Exit(code)
+
+
+@verb()
+def tune(
+    words: Words = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a sequence; by default those of the config, at most 65,536")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="that compile; by default one per core, less one")
+    ] = None,
+) -> None:
+    """Time candidate tiles of the attention kernels on this GPU and store the fastest, for later runs to use.
+
+    The heads, sizes and precision are those of the config, as for `tamis run`. A candidate counts only if it agrees
+    with the shipped tile. Takes one minute on many cores. The file, ~/.cache/tamis/tiles.json or $TAMIS_TILES, holds
+    tiles per GPU model and Triton version; a missing, damaged or stale one changes nothing but speed.
+
+    Examples:
+
+      tamis tune configs/m7c_125m_80g.yaml
+
+      TAMIS_TILES=off tamis bench attention --shape m7c     the shipped tiles, to compare
+    """
+    resolved = resolve(words)
+    loading_torch()
+    from tamis.bench.tune import measure_tiles, shape_of
+
+    with announced("tuning the attention kernels"):
+        document = measure_tiles(shape_of(resolved, length), processes)
+    print(json.dumps(document))
 
 
 @bench_verb("attention")

@@ -1,7 +1,7 @@
 """Compile, without a GPU, every kernel the launchers would launch, as they would, and read what the binary needs.
 
 Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.ahead_of_time 90`; the last line is
-JSON. A stand-in driver names the target, and a launch stops after the compile.
+JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
+from tamis.attention.kernels.tuned import GpuModel
+from tamis.attention.spec import NSASpec
 
 TUNED_WITH = "3.6."  # the Triton whose code was measured; there no kernel that may not spill does
 # Bytes of spilled registers. Triton 3.7.1 spills 16 of the selected branch's backward kernel and of the decode kernel.
@@ -25,38 +28,19 @@ MOST_STACK = 0 if triton.__version__.startswith(TUNED_WITH) else 16
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-class TargetDriver:
-    """As much of a Triton driver as a compile needs."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def record_launches(arch: int) -> dict[str, object]:
     """From now on launches compile for `arch` and land, compiled, in the returned dict."""
-    from tamis.attention.kernels import launch as tiles
-
-    triton.runtime.driver.set_active(TargetDriver(arch))
-    tiles.is_ampere = lambda x: arch < 90  # tensors of this process are on no GPU
+    stop_after_compiling(GpuModel("", divmod(arch, 10)))
     compiled: dict[str, object] = {}
     run = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    def record(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
+        kernel = run(self, *args, grid=grid, warmup=warmup, **kwargs)
         if kernel.hash not in {k.hash for k in compiled.values()}:
             numbers = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages", "PRECISION")}
             compiled[f"{self.fn.__name__} #{len(compiled)} {numbers}"] = kernel
 
-    JITFunction.run = compile_only
+    JITFunction.run = record
     return compiled
 
 
@@ -80,24 +64,13 @@ def resources(kernel) -> dict[str, int | bool]:  # type: ignore[no-untyped-def]
 
 
 def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
-    """Every branch, forward and backward, once; results are never written, so nothing is read from them."""
-    from tamis.attention import op
-    from tamis.attention.spec import NSASpec, as_numbers
-
-    spec, groups = NSASpec(), 2
-    blocks, heads = spec.compressed_blocks(tokens), groups * heads_per_group
-    q = torch.empty(1, tokens, heads, dim, dtype=dtype)
-    kv = [torch.empty(1, n, groups, dim, dtype=dtype) for n in (blocks, blocks, tokens, tokens, tokens, tokens)]
-    gates = torch.empty(1, tokens, heads, 3, dtype=dtype)
-    numbers = as_numbers(spec)
-    out, *saved = op.nsa_forward._init_fn(q, *kv, gates, numbers)
-    op.nsa_backward._init_fn(out, q, *kv, gates, *saved, numbers)
+    """Every branch, forward and backward, once."""
+    launch_attention(dtype, 2 * heads_per_group, 2, dim, NSASpec(), tokens)
 
 
 def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 4096, cached: int = 4321) -> None:
     """The forward pass of a tile of queries over caches that hold `cached` tokens before it: both selected forms."""
     from tamis.attention.decode import kernel_tile
-    from tamis.attention.spec import NSASpec
 
     spec, groups, end = NSASpec(), 2, cached + tokens
     heads, lengths = groups * heads_per_group, (spec.compressed_blocks(end), end, spec.w - 1 + tokens)
@@ -111,7 +84,6 @@ def launch_step(
 ) -> None:
     """One query for each cached sequence. A window of one token is a number that Triton would make a constant."""
     from tamis.attention.kernels.decode.step import decode
-    from tamis.attention.spec import NSASpec
 
     spec, groups = NSASpec(w=window), 2
     q, gates = (torch.empty(batch, groups * heads_per_group, n, dtype=dtype) for n in (dim, 3))

@@ -1,12 +1,8 @@
-"""How kernels are launched: fixed tile sizes (no autotuning at first use), and arguments every kernel takes alike.
-
-`rows` are query rows (token × head of the group), `keys` key positions.
-"""
+"""How kernels are launched: their tiles, and arguments every kernel takes alike. Nothing is tuned at first use."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.functional import capability
+from tamis.attention.kernels.tiles import Tile
+from tamis.attention.kernels.tuned import chosen_tile, gpu_model
 from tamis.attention.spec import DeviceStart, NSASpec, Start
 
 LOG2E = 1.4426950408889634
@@ -22,104 +19,14 @@ LOG2E = 1.4426950408889634
 FARTHEST_HEAD = 1 << 31  # elements
 
 
-@dataclass(frozen=True)
-class Tile:
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None  # per thread, where fewer let one more program share the multiprocessor
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What the launch of a kernel takes."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.registers is None else options | {"maxnreg": self.registers}
-
-
-# (kernel, padded head dim) → tile; half precision. The smaller of two shared memories (A100, 164 KB) fits every entry.
-HALF = {
-    ("forward", 64): Tile(128, 64, 4, 3),
-    ("forward", 128): Tile(128, 64, 8, 3),
-    ("dq", 64): Tile(64, 64, 4, 3, registers=168),
-    ("dq", 128): Tile(128, 64, 8, 2),
-    ("dkv", 64): Tile(64, 64, 4, 3),
-    ("dkv", 128): Tile(64, 64, 4, 2),
-    ("score", 64): Tile(64, 64, 4, 3),
-    ("score", 128): Tile(64, 64, 4, 2),
-}
-# Where the tensor memory accelerator copies the tiles that are walked.
-LEAST_ROWS = 64
-COPIED = {
-    ("forward", 128): Tile(128, 64, 4, 2),
-    ("dq", 128): Tile(64, 64, 4, 2),
-    ("dkv", 128): Tile(64, 64, 4, 2),
-}
-# What differs on an A100, chosen from compiled code alone: the entries above would spill 16 to 1,272 bytes there, of
-# these only dkv at head dim 128 spills, 8 bytes.
-AMPERE = HALF | {
-    ("forward", 64): Tile(128, 64, 8, 3),
-    ("dq", 64): Tile(64, 64, 4, 3),
-    ("dq", 128): Tile(64, 64, 8, 2),
-    ("dkv", 128): Tile(64, 64, 8, 2),
-    ("score", 64): Tile(64, 32, 4, 2),
-    ("score", 128): Tile(128, 64, 8, 2),
-}
-LARGE_DIM = Tile(64, 32, 8, 1)  # head dims above 128
-# On Hopper, ptxas 12.8 miscompiles the unpipelined dkv kernel with 64 rows and at most 32 keys: dk is wrong, or an
-# address is illegal. The same PTX is right at optimization level 0 and with ptxas 13.0, and no sanitizer finds a
-# race. With these tiles the scores are multiplied by `mma`, almost nothing spills, and the results are right.
-LARGE_DIM_DKV = Tile(32, 64, 8, 1)
-FLOAT32 = Tile(32, 32, 4, 1)  # products on the ordinary cores: checks and small runs, not speed
-
-
 MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
+LEAST_ROWS = 64  # of a tile where the tensor memory accelerator copies what is walked
 
 
-@dataclass(frozen=True)
-class RowTile:
-    """A tile of the selected branch, whose keys are those of a selection block."""
-
-    rows: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-# kernel → head dim up to 64, up to 128; "copied" is the union whose keys the tensor memory accelerator copies. Measured
-# on an H200. At dim 128 the copied union and the halves spill (24 and 16 bytes), and are faster for all that.
-SELECTED_HOPPER = {
-    "union": (RowTile(128, 8, 3, registers=128), RowTile(128, 8, 3)),
-    "copied": (RowTile(128, 8, 3), RowTile(256, 8, 3)),
-    "forward": (RowTile(128, 4, 3, registers=168), RowTile(64, 4, 2)),
-    "backward": (RowTile(64, 4, 3), RowTile(64, 8, 3)),
-    "halves": (RowTile(64, 4, 2), RowTile(64, 4, 2)),
-}
-# For A100, chosen from compiled code alone: the largest tiles that do not spill there.
-SELECTED_AMPERE = {
-    "union": (RowTile(128, 8, 3), RowTile(128, 8, 3)),
-    "forward": (RowTile(64, 4, 3), RowTile(64, 4, 3)),
-    "backward": (RowTile(32, 4, 3), RowTile(32, 8, 2)),
-}
-# Correct rather than fast: float32 multiplies on the ordinary cores, and head dims above 128 fill the registers.
-SELECTED_SLOW = {
-    "union": (RowTile(32, 4, 1), RowTile(32, 4, 1)),
-    "copied": (RowTile(32, 4, 1), RowTile(32, 4, 1)),
-    "forward": (RowTile(32, 8, 1), RowTile(32, 8, 1)),
-    "backward": (RowTile(32, 8, 1), RowTile(16, 8, 1)),
-    "halves": (RowTile(32, 8, 1), RowTile(16, 8, 1)),
-}
-
-
-def tile_for(kernel: str, q: Tensor, copied: bool = False) -> Tile:
+def tile_for(kernel: str, q: Tensor, heads_per_group: int = 1, copied: bool = False) -> Tile:
     """The tile of a kernel for queries like these; `copied` if the tiles it walks are (`copies_tiles`)."""
-    dim = padded(q.shape[-1])
-    if q.dtype == torch.float32:
-        return FLOAT32
-    if dim > 128:
-        return LARGE_DIM_DKV if kernel == "dkv" and not is_ampere(q) else LARGE_DIM
-    table = COPIED if copied else (AMPERE if is_ampere(q) else HALF)
-    return table[kernel, max(64, dim)]
+    name = f"{kernel}_copied" if copied else kernel
+    return chosen_tile(name, q.device, q.dtype, padded(q.shape[-1]), heads_per_group)  # type: ignore[return-value]
 
 
 def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
@@ -170,15 +77,14 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
 
 def is_ampere(x: Tensor) -> bool:
-    """Whether the tensor is on a GPU older than Hopper."""
-    return x.is_cuda and capability(x.device) < (9, 0)
+    """Whether the tensor is on a GPU older than Hopper, or on one with as little shared memory as some of those."""
+    gpu = gpu_model(x.device)
+    return gpu is not None and gpu.family != "hopper"
 
 
 def launch_settings(kernel: str, q_BSHD: Tensor, heads_per_group: int) -> dict[str, int]:
     """Keyword arguments of a launch: rows of a tile (at least one token's heads), warps, stages, registers."""
-    dim = q_BSHD.shape[-1]
-    table = SELECTED_AMPERE if is_ampere(q_BSHD) else SELECTED_HOPPER
-    launch = (SELECTED_SLOW if q_BSHD.dtype == torch.float32 or dim > 128 else table)[kernel][dim > 64]
+    launch = chosen_tile(kernel, q_BSHD.device, q_BSHD.dtype, padded(q_BSHD.shape[-1]), heads_per_group)
     rows = max(launch.rows, next_power_of_2(heads_per_group))
     settings = {"ROWS": rows, "num_warps": launch.warps, "num_stages": launch.stages}
     return settings | ({"maxnreg": launch.registers} if launch.registers else {})

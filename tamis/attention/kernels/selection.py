@@ -307,7 +307,7 @@ def select_from_lse(
     q, k_cmp = unit_last_stride(q), unit_last_stride(k_cmp)
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]
-    tile = tile_for("score", q)
+    tile = tile_for("score", q, H // G)
     parts, run = runs_of(tile.keys, spec)
     run_p2 = max(16, next_power_of_2(run))
     copied = copies_tiles(H // G, k_cmp)

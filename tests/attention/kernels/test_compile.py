@@ -21,6 +21,7 @@ SHAPES = {
     90: ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"],
 }
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
+SMALL_MEMORY = 99 << 10  # of an L40S; test_tuned.py has the kernels that need other tiles there
 PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
 pytestmark = pytest.mark.timeout(PATIENCE_S + 50)
 
@@ -49,6 +50,13 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
         spills = {name: k["stack"] for name, k in hot.items() if "'D': 128" in name and k["stack"] > MOST_STACK + 8}
         assert spills == {}, "head dim 128 keeps its sums in registers"
+
+
+def test_all_but_two_tiles_of_an_a100_fit_smaller_gpus() -> None:
+    shapes = (kernels for shape, kernels in compiled(80).items() if not shape.endswith(":256"))
+    kernels = {name: needs["shared"] for shape in shapes for name, needs in shape.items()}
+    too_large = {name.split()[0] for name, shared in kernels.items() if shared > SMALL_MEMORY}
+    assert too_large == {"_forward_kernel", "_forward_tiles"}
 
 
 # Kernel and rows of its tile → bytes. Both serve head dim 128 and were faster on an H200 than what spills nothing.

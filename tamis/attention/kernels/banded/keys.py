@@ -341,7 +341,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
         return dk, dv
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
-    tile = tile_for("dkv", q, copied)
+    tile = tile_for("dkv", q, R, copied)
     key_tiles = cdiv(N, tile.keys)
     programs = PROGRAMS_WANTED * (2 if many else 1)
     splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // (key_tiles * B * G)))
@@ -377,7 +377,7 @@ def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
     if not copies_tiles(heads, q, dout):
         return False
     joined = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, dout))
-    return joined and heads * 4 % LEAST_COPY == 0 and tile_for("dkv", q, copied=True).rows % heads == 0
+    return joined and heads * 4 % LEAST_COPY == 0 and tile_for("dkv", q, heads, copied=True).rows % heads == 0
 
 
 def _described_rows(x: Tensor, tokens: int, heads: int) -> TensorDescriptor:

@@ -347,7 +347,7 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
     R, copied = H // G, copies_tiles(H // G, band.k, band.v)
-    tile = tile_for("forward", q, copied)
+    tile = tile_for("forward", q, R, copied)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     _forward_kernel[(cdiv(S * R, tile.rows) * B * G,)](
@@ -369,7 +369,7 @@ def add_query_gradient(
     R, scale = H // G, first[0].scale
     branches = (first, second) if second else (first,)
     copied = all(copies_tiles(R, band.k, band.v) for band, _ in branches)
-    tile = tile_for("dq", q, copied)
+    tile = tile_for("dq", q, R, copied)
     tensors: list[object] = []
     numbers: list[int] = []
     for band, rows in branches:

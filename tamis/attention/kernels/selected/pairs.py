@@ -105,7 +105,7 @@ def pairs_forward(
     layout = Layout.of(ids_BSGn, spec, CHUNKS, chunk, latest_start(start), segment, packed)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
-    settings = launch_settings("forward", q_BSHD, sizes["R"])
+    settings = launch_settings("pairs", q_BSHD, sizes["R"])
     early = settings["num_stages"] == 2 if early is None else early  # with more, reads are under way long enough
     if rest_of is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)

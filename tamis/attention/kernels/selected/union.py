@@ -71,7 +71,7 @@ def union_forward(
     keys, parts = block_tiles(spec)
     # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
-    settings = launch_settings("copied" if copied else "union", q_BSHD, heads_per_group)
+    settings = launch_settings("union_copied" if copied else "union", q_BSHD, heads_per_group)
     settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, packed)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
