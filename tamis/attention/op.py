@@ -340,7 +340,7 @@ def _delta_kernel(
     TOKENS: tl.constexpr = BM // HEADS
     column = tl.arange(0, DP)
     parts, tiles = H // HEADS, tl.cdiv(S, TOKENS)
-    s = (tl.program_id(0) // parts % tiles) * TOKENS + tl.arange(0, BM) // HEADS
+    s = (tl.program_id(0) // parts % tiles).to(tl.int64) * TOKENS + tl.arange(0, BM) // HEADS  # S·H·D may pass 2^31
     h = tl.program_id(0) % parts * HEADS + tl.arange(0, BM) % HEADS
     b = (tl.program_id(0) // parts // tiles).to(tl.int64)
     alive = s < S
