@@ -1,6 +1,7 @@
 """One training step: micro-batches forward and backward, then the optimizer. Nothing here waits for the device.
 
 On one GPU, forward and backward of a micro-batch are a CUDA graph: a small batch is bound by launches, not arithmetic.
+A large one is launched as it is: it gains nothing, and the runs before a capture would take minutes at a million tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tamis.train.metrics import Timestamp, forbids_update, pack_own, pack_step, 
 from tamis.train.optimizer import OptimizerStep
 from tamis.train.selection import selection_statistics
 
+GRAPH_UP_TO = 131072  # tokens of a micro-batch
 GRAPH_WARM_UP = 3  # runs before a capture: compilation and the allocator must have settled
 
 Outputs = tuple[Tensor, Tensor | None]  # detached loss and gate statistics of a micro-batch
@@ -53,8 +55,7 @@ class TrainStep:
         self._forwards: list[tuple[Timestamp, Timestamp]] = []  # of the current step, one per micro-batch
         self._graph: GraphedMicroBatch | None = None
         self._offsets_size = 0
-        # Graph replay emits no NVTX ranges, so graphs are off when NVTX is on.
-        if config.runtime.cuda_graph and on_gpu and ranks.world_size == 1 and not config.runtime.nvtx:
+        if replays_graph(config, ranks):
             self.optimizer.keep_gradients = True
             self._graph = GraphedMicroBatch(self._forward_backward, decoder.parameters())
 
@@ -152,6 +153,13 @@ class TrainStep:
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
+
+
+def replays_graph(config: Config, ranks: Ranks) -> bool:
+    """Whether a micro-batch is a CUDA graph. Graph replay emits no NVTX ranges, so graphs are off when NVTX is on."""
+    runtime, tokens = config.runtime, config.train.batch_size * config.train.seq_len
+    allowed = runtime.cuda_graph and not runtime.nvtx and tokens <= GRAPH_UP_TO
+    return allowed and ranks.device.type == "cuda" and ranks.world_size == 1
 
 
 class GraphedMicroBatch:
