@@ -1,7 +1,7 @@
 """One training step: micro-batches forward and backward, then the optimizer. Nothing here waits for the device.
 
 On one GPU, forward and backward of a micro-batch are a CUDA graph: a small batch is bound by launches, not arithmetic.
-A large one is launched as it is: it gains nothing, and the runs before a capture would take minutes at a million tokens.
+A large one is launched as it is: it gains nothing, and the runs before a capture take minutes at a million tokens.
 """
 
 from __future__ import annotations
