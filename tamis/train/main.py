@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config.process import set_process_defaults
+from tamis.train.tools.early_compile import start_compiling
 
 if __name__ == "__main__":
     set_process_defaults()  # before torch loads
+    start_compiling(sys.argv[1:])
     gc.disable()  # a quarter of the time of the imports, which make no garbage
 
 import psutil
@@ -64,16 +66,26 @@ STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPT
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tamis.train.main", description=__doc__)
-    parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
-    parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = _parse(argv)
     try:
         return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
     except (ConfigError, RunLocked) as error:
         Console().error(str(error))
         return ExitCode.USAGE
+
+
+def config_of(argv: list[str]) -> Config:
+    """The configuration that a worker with these arguments trains."""
+    arguments = _parse(argv)
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tamis.train.main", description=__doc__)
+    parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
+    parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    return parser.parse_intermixed_args(argv)
 
 
 def train_config(config: Config, resume: str | None = None) -> int:

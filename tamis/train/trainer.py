@@ -35,6 +35,7 @@ from tamis.train.optimizer import learning_rate
 from tamis.train.selection import SELECTION_STATISTICS
 from tamis.train.step import TrainStep, length_of_step
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
+from tamis.train.tools.early_compile import is_compiling, wait_until_compiled
 from tamis.train.tools.samples import SampleWriter
 from tamis.train.tools.selfcheck import require_right_attention
 
@@ -86,6 +87,9 @@ class Trainer:
                 ranks.together(lambda: self._start_from(decoder, str(config.train.init_from)))
             self.train_step = TrainStep(decoder, config, ranks)
         self.guard = Guard(config, self.loader.is_synthetic)
+        if is_compiling():
+            with stage("waiting for the kernels that other processes compile"):
+                wait_until_compiled()
         with stage("checking the attention kernels against the reference"):
             require_right_attention(config, ranks.device)
         if checkpoint is not None:

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from tamis.config.process import DEFAULTS
+from tamis.config.process import DEFAULTS, cache_folders
 
 CHILD = """
 import json, os, runpy, sys
@@ -27,3 +28,13 @@ def test_importing_changes_no_variable_and_the_worker_program_sets_those_that_ar
     imported, started = json.loads(output.splitlines()[-1])
     assert imported == {"ONEDNN_MAX_CPU_ISA": None, "OMP_WAIT_POLICY": "ACTIVE"}
     assert started == {**DEFAULTS, "OMP_WAIT_POLICY": "ACTIVE"}
+
+
+def test_compiled_kernels_are_kept_in_the_users_cache_folder_if_that_is_writable(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert cache_folders({"XDG_CACHE_HOME": str(folder)}) == {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "tamis/inductor"),
+        "TRITON_CACHE_DIR": str(folder / "tamis/triton"),
+    }
+    assert "TRITON_CACHE_DIR" not in cache_folders({"XDG_CACHE_HOME": str(folder), "TRITON_HOME": "/elsewhere"})
+    assert cache_folders({"XDG_CACHE_HOME": str(tmp_path / "not/there")}) == {}

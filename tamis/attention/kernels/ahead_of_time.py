@@ -6,6 +6,7 @@ compile. All of this changes the process, so it belongs in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import JITFunction
 
 from tamis.attention import op
@@ -49,14 +51,26 @@ def stop_after_compiling(gpu: tuned.GpuModel, is_wanted: Callable[[str], bool] =
     triton.runtime.driver.set_active(TargetDriver(gpu.capability))
     launch = JITFunction.run
 
+    launchers = set()
+
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel is not None and kernel.hash not in launchers:
+            launchers.add(kernel.hash)
+            _build_launcher(kernel)
+        return kernel
 
     def skip(*, key: str, fn: Any, **_: Any) -> bool:
         return not is_wanted(f"{fn.name} {key}")
 
     JITFunction.run = compile_only
     knobs.runtime.jit_cache_hook = skip
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Compile the C function that launches a kernel, which takes about as long; on a machine with the CUDA driver."""
+    with contextlib.suppress(Exception):
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def compile_in_processes(gpu: tuned.GpuModel, launch_all: Callable[[], object], processes: int) -> bool:

@@ -65,6 +65,17 @@ def read_gpus(nvml: Any = None, environment: Mapping[str, str] | None = None) ->
     return gpus if visible is None else visible_gpus(gpus, visible)
 
 
+def read_capability(gpu: Gpu, nvml: Any = None) -> tuple[int, int]:
+    """The CUDA compute capability of a GPU: (9, 0) for an H100."""
+    nvml = nvml or importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByIndex(gpu.index))
+    finally:
+        nvml.nvmlShutdown()
+    return int(major), int(minor)
+
+
 def visible_gpus(gpus: Sequence[Gpu], cuda_visible_devices: str) -> list[Gpu]:
     """What CUDA would show: the named GPUs in their order, up to the first name that is none of them."""
     chosen: list[Gpu] = []

@@ -1,0 +1,134 @@
+"""Compile the kernels of a configuration in other processes while a worker imports torch, opens its data and builds.
+
+A worker starts `python -m tamis.train.tools.early_compile` with its own arguments before it imports torch. That process
+forks one for each core, and each compiles a part of the kernels that the worker is going to launch, into Triton's
+cache. It uses no GPU. Whatever goes wrong here costs nothing but time: the worker compiles what is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tamis.config import Config
+
+GPU_DRIVER = Path("/dev/nvidiactl")
+LEAST_CORES = 4  # with fewer, processes that compile keep the worker from its own work
+MOST_PROCESSES = 16
+PATIENCE_S = 180.0
+PROOF_DOCUMENTS = 5  # of the packed row that is compared with the reference
+_started: subprocess.Popen[bytes] | None = None
+
+
+def start_compiling(argv: Sequence[str]) -> None:
+    """Start the process for a worker with these arguments, if it is the first of a machine with a GPU."""
+    global _started
+    if not GPU_DRIVER.exists() or (os.cpu_count() or 1) < LEAST_CORES or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    command = [sys.executable, "-m", __name__, *argv]
+    quiet = subprocess.DEVNULL
+    _started = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    atexit.register(_stop)
+
+
+def is_compiling() -> bool:
+    return _started is not None and _started.poll() is None
+
+
+def wait_until_compiled() -> None:
+    """Wait for the process, but not forever."""
+    if _started is not None:
+        try:
+            _started.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            _stop()
+
+
+def _stop() -> None:
+    if is_compiling():
+        assert _started is not None
+        _started.kill()
+        _started.wait()
+
+
+def main() -> int:
+    from tamis.attention.kernels.ahead_of_time import compile_in_processes
+    from tamis.attention.kernels.tuned import GpuModel
+    from tamis.config.process import set_process_defaults
+    from tamis.run.files.hardware import read_capability, read_gpus
+    from tamis.train.main import config_of
+
+    set_process_defaults()
+    config = config_of(sys.argv[1:])
+    gpus = read_gpus()
+    if config.runtime.device == "cpu" or not gpus:
+        return 0
+    gpu = GpuModel(gpus[0].name, read_capability(gpus[0]))
+    processes = min(MOST_PROCESSES, (os.cpu_count() or 2) - 1)
+    return 0 if compile_in_processes(gpu, lambda: launch_kernels(config), processes) else 1
+
+
+def launch_kernels(config: Config) -> None:
+    """Launch what the proof before step 1 and the first step launch, on tensors without memory."""
+    from tamis.attention import NSASpec
+    from tamis.attention.kernels.ahead_of_time import launch_attention
+    from tamis.attention.verify import length_like
+    from tamis.data.loader import MEAN_TOKENS
+    from tamis.model import DTYPES
+
+    model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
+    launch_layers(config)
+    if "nsa" not in config.layer_kinds:
+        return
+    shape = (DTYPES[config.runtime.precision], model.n_heads, model.n_kv_groups, model.d_k, spec)
+    proof = length_like(train.seq_len, model.n_heads, spec)
+    launch_attention(*shape, proof)
+    if config.data.packing == "documents":
+        documents = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0])
+        launch_attention(*shape, proof, documents=PROOF_DOCUMENTS)
+        launch_attention(*shape, train.batch_size * train.seq_len, documents=documents, longest=train.seq_len)
+    else:
+        launch_attention(*shape, train.seq_len, train.batch_size)
+
+
+def launch_layers(config: Config) -> None:
+    """Launch the kernels around attention: norms, feed-forward, the cut into heads, the loss."""
+    import torch
+
+    from tamis.attention.kernels.split_heads import join_heads_rows, split_heads_rows
+    from tamis.attention.layer import ROTATED
+    from tamis.model import DTYPES
+    from tamis.model.loss import LOGITS_AT_ONCE, cross_entropy_rows_
+    from tamis.model.norm import add_and_norm_rows, add_and_norm_rows_backward
+    from tamis.model.swiglu import swiglu_rows, swiglu_rows_backward
+
+    model, train = config.model, config.train
+    batch, tokens = train.batch_size, train.seq_len
+    if config.data.packing == "documents":
+        batch, tokens = 1, batch * tokens
+    with torch.device("meta"):
+        like = torch.empty(0, dtype=DTYPES[config.runtime.precision])
+        x, weight = like.new_empty(batch * tokens, model.dim), torch.empty(model.dim)
+        total, _, inverse = add_and_norm_rows._init_fn(x, x, weight, model.norm_eps)
+        for d_total in (x, None):
+            add_and_norm_rows_backward._init_fn(d_total, x, total, inverse, weight)
+        if model.mlp == "swiglu":
+            merged = like.new_empty(batch * tokens, 2 * model.d_ff)
+            swiglu_rows_backward._init_fn(swiglu_rows(merged), merged)
+        sizes = [model.n_heads, *[model.n_kv_groups] * 6, -(-3 * model.n_heads // model.d_k)]
+        angles = torch.empty(tokens, model.d_k // 2)
+        heads = like.new_empty(batch, tokens, sum(sizes), model.d_k)
+        join_heads_rows(split_heads_rows(heads, angles, angles, sizes, ROTATED), angles, angles, ROTATED)
+        rows = min(batch * tokens, max(1, LOGITS_AT_ONCE["cuda"] // config.vocab_size))
+        logits, targets = like.new_empty(rows, config.padded_vocab_size), torch.empty(rows, dtype=torch.int64)
+        cross_entropy_rows_(logits, targets, config.vocab_size, True, model.logit_soft_cap)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
