@@ -165,7 +165,7 @@ def test_gpus_with_little_shared_memory_have_tables_of_their_own(monkeypatch: py
     assert [family_of(x) for x in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))] == [
         "ampere", "ada", "ada", "hopper", "hopper", "ada",
     ]  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(functional, "capability", lambda device: (8, 9))
     assert functional.why_no_kernels("cuda", torch.bfloat16, 128) is None
     assert "do not fit the shared memory" in str(functional.why_no_kernels("cuda", torch.bfloat16, 192))
 
