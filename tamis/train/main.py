@@ -40,7 +40,7 @@ from tamis.run.files.environment import describe_environment
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import read_gpus
-from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.heartbeat import is_done, read_heartbeats
 from tamis.run.files.identity import require_same_run
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import (
@@ -167,7 +167,7 @@ def _nothing_to_do(run: RunDirectory, checkpoint: Path, steps: int) -> str | Non
     """Return a sentence if a valid checkpoint leaves neither a step nor an evaluation to do."""
     with contextlib.suppress(ValueError):  # an odd manifest is explained when the checkpoint is loaded
         step = read_manifest(checkpoint.with_suffix(".json"))["step"]
-        is_evaluated = step in CsvLog(run.val_csv, VAL_HEADER).steps()
+        is_evaluated = step in CsvLog(run.val_csv, VAL_HEADER).steps() or is_done(run.heartbeat(0), step)
         if (step > steps or (step == steps and is_evaluated)) and damage(checkpoint.with_suffix(".json")) is None:
             return f"{checkpoint} is at step {step}, and train.steps is {steps}: nothing to do. Raise train.steps"
     return None

@@ -77,6 +77,18 @@ def test_a_finished_run_keeps_its_records_whatever_hyperparameters_are_given(fin
     assert directory_bytes(out) == before
 
 
+def test_a_finished_run_that_holds_nothing_out_starts_no_worker(finished: Config, capsys) -> None:
+    run = RunDirectory(finished.train.out_dir)
+    run.val_csv.unlink()
+    before = directory_bytes(run.path)
+    assert launch.launch_once(job(finished)) == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert directory_bytes(run.path) == before
+    run.heartbeat(0).unlink()  # as if killed after the last save: the evaluation is still to do
+    assert launch.launch_once(job(finished)) == 0
+    assert run.val_csv.exists()
+
+
 def test_a_resume_with_other_hyperparameters_is_recorded_at_its_step(finished: Config) -> None:
     run = RunDirectory(finished.train.out_dir)
     assert launch.launch_once(job(changed(finished, train={"lr": 1e-3, "steps": 12}))) == 0

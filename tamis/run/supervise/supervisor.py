@@ -23,6 +23,7 @@ from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
+from tamis.run.files.heartbeat import is_done
 from tamis.run.files.identity import record_changes, require_same_run
 from tamis.run.files.info import read_info
 from tamis.run.files.lock import RunLock, RunLocked
@@ -90,9 +91,15 @@ def _meter(config: Config, run: RunDirectory, options: LaunchOptions) -> Abstrac
 
 
 def is_complete(run: RunDirectory, config: Config) -> bool:
-    """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do."""
+    """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do.
+
+    A run that holds nothing out evaluates nothing: there the end of its last launch counts.
+    """
     last = config.train.steps
-    if last not in run.checkpoints() or (config.train.csv and last not in CsvLog(run.val_csv, VAL_HEADER).steps()):
+    if last not in run.checkpoints():
+        return False
+    is_evaluated = last in CsvLog(run.val_csv, VAL_HEADER).steps() or is_done(run.heartbeat(0), last)
+    if config.train.csv and not is_evaluated:
         return False
     return latest_valid_checkpoint(run, on_damaged=lambda message: None) == last
 

@@ -1,9 +1,11 @@
 """Only whole checkpoints are trusted, and the newest whole one is found."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tamis.run.files import manifest
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import (
     DamagedCheckpoint,
@@ -81,6 +83,31 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(run
     run.manifest(30).write_text("{}")
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
         checkpoint_to_resume(run)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_checkpoint_is_summed_once_per_process_while_it_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    run, summed = RunDirectory(tmp_path), []
+    content = run.checkpoint(5) if kind == "file" else run.checkpoint(5) / "part"
+    content.parent.mkdir(exist_ok=True)
+    content.write_bytes(b"whole")
+    write_manifest(run, 5, config_hash="abc")
+    compute = manifest.sha256_of
+    monkeypatch.setattr(manifest, "sha256_of", lambda path: summed.append(path) or compute(path))
+    for _ in range(2):
+        assert checkpoint_to_resume(run) == 5
+    assert len(summed) >= 2  # changed just now: its times could hide another change
+    monkeypatch.setattr(manifest, "SETTLED_S", -1.0)
+    summed.clear()
+    for _ in range(2):
+        assert checkpoint_to_resume(run) == 5
+        require_valid(run.checkpoint(5))
+    assert summed.count(run.checkpoint(5)) == 1
+    content.write_bytes(b"wrong")
+    os.utime(content, ns=(1, 1))  # even if the times are set back, that itself is a change
+    assert "sha256" in str(damage(run.manifest(5)))
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
