@@ -89,38 +89,44 @@ def _phi_parameters(config: Config) -> int:
     return block + block * dim + dim + dim * dim + dim
 
 
-def flops_per_token(config: Config, training: bool = True) -> float:
-    """Mean over the positions of a sequence of `train.seq_len` tokens; masked keys and padding are not counted.
+def flops_per_token(config: Config, training: bool = True, length: int | None = None) -> float:
+    """Mean over the positions of sequences of `length` tokens; masked keys and padding are not counted.
 
-    Packed documents count as one sequence, so the FLOPs that they need are fewer.
+    By default it is the mean over the run: of `train.length_schedule`, whose lengths get equally many tokens, or of
+    `train.seq_len`. Packed documents are shorter and need fewer.
     """
+    lengths = [length] if length else config.train.length_schedule or [config.train.seq_len]
+    return sum(_flops_at(config, tokens, training) for tokens in lengths) / len(lengths)
+
+
+def _flops_at(config: Config, tokens: int, training: bool) -> float:
     model, kinds = config.model, config.layer_kinds
-    costs = {kind: _attention_flops(config, kind) for kind in set(kinds)}
+    costs = {kind: _attention_flops(config, kind, tokens) for kind in set(kinds)}
     matrices = model.n_layers * _feed_forward_parameters(config) + config.vocab_size * model.dim
     forward = 2.0 * matrices + sum(costs[kind][0] for kind in kinds)
     scoring = sum(costs[kind][1] for kind in kinds)
     return (3.0 if training else 1.0) * forward + scoring
 
 
-def _attention_flops(config: Config, kind: str) -> tuple[float, float]:
+def _attention_flops(config: Config, kind: str, tokens: int) -> tuple[float, float]:
     """Forward FLOPs per token of one attention layer, and those of scoring blocks, which has no backward."""
     model = config.model
     heads = model.n_heads * model.d_k
     keys_and_values = 6 if kind == "nsa" else 2
     projections = 2 * model.dim * heads + keys_and_values * model.dim * model.n_kv_groups * model.d_k
     if kind == "dense":
-        return 2.0 * projections + 4.0 * heads * mean_keys_dense(config), 0.0
-    compressed, selected, window = mean_keys_nsa(config)
+        return 2.0 * projections + 4.0 * heads * mean_keys_dense(tokens), 0.0
+    compressed, selected, window = mean_keys_nsa(config, tokens)
     if kind == "window":
         return 2.0 * projections + 4.0 * heads * window, 0.0
     projections += model.dim * model.n_heads * 3
     keys = compressed + selected + window
-    return 2.0 * projections + 4.0 * heads * keys + _phi_flops(config), 2.0 * heads * compressed
+    return 2.0 * projections + 4.0 * heads * keys + _phi_flops(config, tokens), 2.0 * heads * compressed
 
 
-def _phi_flops(config: Config) -> float:
+def _phi_flops(config: Config, tokens: int) -> float:
     """Per token and layer: each block of keys, and of values, goes through the MLP once per group."""
-    nsa, dim, tokens = config.nsa, config.model.d_k, config.train.seq_len
+    nsa, dim = config.nsa, config.model.d_k
     if nsa.phi == "avg" or tokens < nsa.l:
         return 0.0
     blocks = (tokens - nsa.l) // nsa.d + 1
@@ -128,13 +134,13 @@ def _phi_flops(config: Config) -> float:
     return 2.0 * config.model.n_kv_groups * per_block * blocks / tokens
 
 
-def mean_keys_dense(config: Config) -> float:
-    return (config.train.seq_len + 1) / 2
+def mean_keys_dense(tokens: int) -> float:
+    return (tokens + 1) / 2
 
 
-def mean_keys_nsa(config: Config) -> tuple[float, float, float]:
+def mean_keys_nsa(config: Config, tokens: int) -> tuple[float, float, float]:
     """Keys a query reads on average in each branch: compressed, selected, window."""
-    nsa, tokens = config.nsa, config.train.seq_len
+    nsa = config.nsa
     compressed = _visible_blocks(tokens, nsa.l, nsa.d)
     selected = _selected_keys(tokens, nsa.l_sel, nsa.n_sel)
     full = max(0, tokens - nsa.w)  # queries whose window is full

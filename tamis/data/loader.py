@@ -54,6 +54,13 @@ class Batch:
     fetch_s: float  # seconds the caller waited for it
     cu_seqlens: npt.NDArray[np.int32] | None = None  # [accumulate_grad_batches, documents + 1] of packed documents
 
+    def lengths(self) -> list[int]:
+        """Tokens of each packed document; without packing of each row, all of one length."""
+        if self.cu_seqlens is None:
+            return [self.tokens.shape[-1] - 1]
+        lengths = np.diff(self.cu_seqlens)
+        return lengths[lengths > 0].tolist()
+
 
 class Loader:
     """Batches of one rank; `state` follows the batches returned, not those prepared ahead."""

@@ -243,9 +243,10 @@ def _announce(trainer: Trainer) -> None:
     """Print what is about to run, before anything slow."""
     config, ranks, say = trainer.config, trainer.ranks, trainer.console.say
     model, train, tokens = config.model, config.train, config.tokens_per_step(ranks.world_size)
+    flops = f"{'up to ' * (config.data.packing == 'documents')}{flops_per_token(config) / 1e6:,.0f} MFLOP"
     say(
         f"model {model.name}: {parameter_count(config):,} parameters, {model.attention} attention, "
-        f"{model.n_layers} layers, dim {model.dim}, {flops_per_token(config) / 1e6:,.0f} MFLOP per trained token"
+        f"{model.n_layers} layers, dim {model.dim}, {flops} per trained token"
     )
     say(f"{ranks.world_size} × {device_name(ranks.device)}, {config.runtime.precision} compute")
     if config.copy.to:  # a supervisor keeps it to itself

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tamis.config import Config
@@ -36,14 +38,26 @@ def peak_tflops(gpu_name: str) -> float | None:
 
 
 class Utilisation:
-    """Convert a training rate to a share of one GPU's peak; None where the peak is not known."""
+    """Convert a training rate to a share of one GPU's peak; None where the peak is not known.
+
+    A step's FLOPs depend on the lengths of its sequences or packed documents.
+    """
 
     def __init__(self, config: Config, device: torch.device) -> None:
         known = device.type == "cuda" and config.runtime.precision in ("bf16", "fp16")
         self.peak_tflops = peak_tflops(torch.cuda.get_device_name(device)) if known else None
-        self.flops_per_token = flops_per_token(config)
+        self._config = config
+        self._of_length: dict[int, float] = {}  # FLOPs per token
 
-    def at(self, tokens_per_s: float) -> float | None:
+    def at(self, tokens_per_s: float, lengths: Sequence[int] = ()) -> float | None:
+        """The share at this rate, with sequences of these lengths; by default those of the configuration."""
         if self.peak_tflops is None:
             return None
-        return tokens_per_s * self.flops_per_token / (self.peak_tflops * 1e12)
+        return tokens_per_s * self._flops_per_token(lengths) / (self.peak_tflops * 1e12)
+
+    def _flops_per_token(self, lengths: Sequence[int]) -> float:
+        if not lengths:
+            return flops_per_token(self._config)
+        for length in set(lengths) - self._of_length.keys():
+            self._of_length[length] = flops_per_token(self._config, length=length)
+        return sum(self._of_length[length] * length for length in lengths) / sum(lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any
@@ -35,6 +35,7 @@ class LaunchedStep:
     fetch_s: float  # time spent waiting for its batch
     position: dict[str, Any] = field(default_factory=dict)  # of the loader, before that batch
     selection_values: int = 0  # at the end of the metrics vector
+    lengths: Sequence[int] = ()  # of its sequences or packed documents, on this rank; empty: `train.seq_len`
     forward_s: Callable[[], float | None] = lambda: None  # known once the step has finished; None inside a CUDA graph
 
 
@@ -91,7 +92,7 @@ class Telemetry:
         self.fetches.append(finished.launched.fetch_s)
         is_logged = step % self.config.train.log_every == 0 or step in (1, self.config.train.steps)
         rate = self.tokens_per_step / seconds
-        mfu = self.utilisation.at(rate / self.ranks.world_size)
+        mfu = self.utilisation.at(rate / self.ranks.world_size, finished.launched.lengths)
         percentiles = _percentiles(self.fetches) if is_logged else {}
         self.beat("step_end", step, **self._step_fields(finished, seconds, rate, mfu), **percentiles)
         if self.ranks.is_main:

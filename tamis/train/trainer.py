@@ -164,7 +164,8 @@ class Trainer:
             metrics = self.train_step(tokens, number, flags, offsets)
         rate, forward_s = learning_rate(number, self.config.train), self.train_step.forward_seconds()
         selection = self._measure_selection(number, batch)
-        launched = LaunchedStep(number, rate, fetch_s, self.position, selection.numel(), forward_s)
+        lengths = batch.lengths() if batch else ()
+        launched = LaunchedStep(number, rate, fetch_s, self.position, selection.numel(), lengths, forward_s)
         self.readback.push(launched, torch.cat([metrics, selection]))
         self.step, self.position = number, self.loader.state()
 

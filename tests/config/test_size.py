@@ -66,7 +66,7 @@ def stated_flops(config: Config, training: bool) -> float:
 def test_dense_flops_are_what_pytorch_counts_less_the_masked_keys(training: bool) -> None:
     config = tiny_config("model.attention=dense")
     heads, tokens = 4 * 8, 72
-    masked = 2 * 4 * heads * tokens * (tokens - mean_keys_dense(config))
+    masked = 2 * 4 * heads * tokens * (tokens - mean_keys_dense(tokens))
     counted = counted_flops(tiny_model("model.attention=dense"), training)
     assert counted == stated_flops(config, training) + masked * (3 if training else 1)
 
@@ -81,7 +81,7 @@ def test_nsa_flops_are_what_pytorch_counts_less_the_references_extra_work(
     spec = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=16)
     layers, heads, groups, dim, tokens = 2, 4 * 8, 2, 8, config.train.seq_len
     blocks = spec.compressed_blocks(tokens)
-    compressed, selected, window = mean_keys_nsa(config)
+    compressed, selected, window = mean_keys_nsa(config, config.train.seq_len)
     times = 3 if training else 1
     masked = times * 4 * heads * tokens * (blocks - compressed + 2 * tokens - selected - window)
     masked_in_selection = 2 * heads * tokens * (blocks - compressed)
@@ -111,7 +111,7 @@ def test_mean_keys_are_the_keys_that_queries_really_see(tokens: int) -> None:
     selected = [sum(s // 8 in ids[0, t, 0] for s in range(t + 1)) for t in range(tokens)]
     window = [sum(t - s < 16 for s in range(t + 1)) for t in range(tokens)]
     seen = [sum(keys) / tokens for keys in (compressed, selected, window)]
-    assert mean_keys_nsa(config) == pytest.approx(seen)
+    assert mean_keys_nsa(config, config.train.seq_len) == pytest.approx(seen)
 
 
 def test_sparse_attention_costs_less_than_dense_at_64k() -> None:

@@ -55,6 +55,7 @@ def test_both_packings_read_the_same_rows_and_resume_at_the_same_position(corpus
         plain, batch = stream.next(), documents.next()
         assert plain.cu_seqlens is None and np.array_equal(plain.tokens, batch.tokens)
         assert len(batch.cu_seqlens) == 2
+        assert plain.lengths() == [64] and batch.lengths() == [n for each in batch.cu_seqlens for n in lengths(each)]
         for rows, offsets in zip(batch.tokens, batch.cu_seqlens, strict=True):
             inputs = rows[:, :-1].ravel()
             starts = offsets[:-1][np.diff(offsets) > 0]

@@ -1,6 +1,7 @@
 """What a run writes about its steps: rows and beats mean what their names say, and TensorBoard cannot end a run."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tamis.config import load_config
+from tamis.config.size import flops_per_token
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.train.console import Console
@@ -90,6 +92,35 @@ def test_an_unknown_gpu_gets_no_peak_never_a_wrong_one(name: str, peak: float | 
 
 def test_a_cpu_has_no_mfu() -> None:
     assert Utilisation(load_config(None), CPU).at(1e6) is None
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_mfu_counts_the_lengths_of_the_documents_of_a_step(tmp_path: Path, attention: str) -> None:
+    config = load_config(None, ["train.seq_len=4096", f"model.attention={attention}"])
+    of_seq_len, lengths = Utilisation(config, CPU), [4096, 1, 1000, 1000, 2095]
+    of_seq_len.peak_tflops = 1.0
+
+    def flops(length: int) -> float:
+        return flops_per_token(load_config(None, [f"train.seq_len={length}", f"model.attention={attention}"]))
+
+    assert of_seq_len.at(1e6) == of_seq_len.at(1e6, [4096] * 3) == pytest.approx(flops(4096) * 1e-6)
+    expected = sum(flops(length) * length for length in lengths) / sum(lengths) * 1e-6
+    assert of_seq_len.at(1e6, lengths) == pytest.approx(expected)
+    assert expected < of_seq_len.at(1e6)
+    opened = telemetry(tmp_path)
+    opened.utilisation.peak_tflops = 1.0
+    for step, of_step in ((5, [512]), (6, [128] * 4)):
+        finished = replace(report(step), launched=LaunchedStep(step, 1e-4, 0.01, lengths=of_step))
+        opened.last_finish -= 1.0
+        opened.finished(finished)
+    whole, in_documents = (beat for beat in read_heartbeats(tmp_path / "heartbeat_rank0.jsonl") if beat.mfu)
+    assert in_documents.mfu * in_documents.dt_step_s < whole.mfu * whole.dt_step_s
+
+
+def test_the_flops_of_a_length_schedule_are_the_mean_of_its_lengths() -> None:
+    schedule = load_config(None, ["train.seq_len=2048", "train.length_schedule=[512, 2048]"])
+    each = [flops_per_token(load_config(None, [f"train.seq_len={length}"])) for length in (512, 2048)]
+    assert flops_per_token(schedule) == pytest.approx(sum(each) / 2)
 
 
 def test_each_step_is_recorded_when_the_device_finishes_it_not_when_all_have():
