@@ -34,7 +34,7 @@ from tamis.attention.checks import (
 )  # fmt: skip
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
-from tamis.attention.kernels.launch import cdiv, padded, softmax_scale, unit_last_stride
+from tamis.attention.kernels.launch import PreparedKernel, cdiv, padded, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -317,6 +317,7 @@ def window_forward(
     return banded_forward(q, window_band(k_win, v_win, spec, packed, scale), distance)
 
 
+@PreparedKernel
 @triton.jit
 def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -332,6 +333,7 @@ def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constex
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@PreparedKernel
 @triton.jit
 def _delta_kernel(
     dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, rows,

@@ -3,6 +3,8 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from tamis.attention.spec import DeviceStart, NSASpec, Start
 LOG2E = 1.4426950408889634
 
 FARTHEST_HEAD = 1 << 31  # elements
+MOST_PREPARED = 256  # launches of a kernel
 
 
 MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
@@ -72,6 +75,8 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
     Positions are counted in 64 bits, heads in 32: head-major tensors of millions of tokens would pass 2^31.
     """
+    if x.is_contiguous():
+        return x
     in_reach = x.dim() < 3 or x.stride(2) * x.shape[2] < FARTHEST_HEAD
     return x if x.stride(-1) == 1 and in_reach else x.contiguous()
 
@@ -106,42 +111,69 @@ def block_tiles(spec: NSASpec) -> tuple[int, int]:
 
 
 class PreparedLaunch:
-    """A kernel with its grid and every argument but the first, which are tensors.
+    """A kernel with its grid and every argument but the first few.
 
     Triton looks at all arguments of a launch to find the compiled kernel, which takes most of the host's time. This
-    looks once, for one device. Tensors of later calls have the same dtypes, and addresses that are multiples of 16
-    where the first call's are. The constants are the last parameters of the kernel.
+    looks once, for one device. Later calls have the same numbers, tensors of the same dtypes, and addresses that are
+    multiples of 16 where the first call's are. The constants are the last parameters of the kernel.
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: dict[str, Any],
-        options: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:  # fmt: skip
-        self._kernel, self._grid, self._numbers, self._constants, self._options = (
-            kernel, grid, numbers, constants, options
-        )  # fmt: skip
+        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *first: Any) -> None:
         compiled, hooks = self._compiled, triton.knobs.runtime
         if compiled is None:
-            self._prepare(tensors)
+            self._prepare(first)
         elif hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
-            compiled[self._grid](*tensors, *self._rest)
+            compiled[self._grid](*first, *self._rest)
         else:
             driver = triton.runtime.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
             # Addresses, because the launcher would ask the CUDA driver about every tensor.
-            rest = (None, None, None, *[x.data_ptr() for x in tensors], *self._rest)
-            compiled.run(*self._grid, stream, compiled.function, compiled.packed_metadata, *rest)
+            first_values = [x.data_ptr() if isinstance(x, Tensor) else x for x in first]
+            compiled.run(
+                *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *first_values,
+                *self._rest,
+            )  # fmt: skip
 
-    def _prepare(self, tensors: tuple[Tensor, ...]) -> None:
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
+    def _prepare(self, first: tuple[Any, ...]) -> None:
+        compiled = self._kernel[self._grid](*first, *self._numbers, **self._constants)
         if compiled is not None:  # the interpreter compiles nothing
-            names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
+            names = self._kernel.arg_names[len(first) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
-            self._compiled = compiled
+            self._compiled, self._grid = compiled, (*self._grid, 1, 1)[:3]
+
+
+class PreparedKernel:
+    """A kernel that is launched as Triton's are, and whose launches are prepared when they occur first.
+
+    A launch with descriptors (COPIED) is left to Triton, which describes the tensors at every launch.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._launches: dict[tuple[Any, ...], PreparedLaunch] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if constants.get("COPIED"):
+            self._kernel[grid](*arguments, **constants)
+            return
+        kinds = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments]
+        key = (grid, arguments[0].device, *kinds, *constants, *constants.values())
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= MOST_PREPARED:
+                self._launches.clear()
+            launch = self._launches[key] = PreparedLaunch(self._kernel, grid, (), constants)
+        launch(*arguments)
 
 
 def start_argument(start: Start) -> int | Tensor | None:

@@ -24,6 +24,7 @@ from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.kernels.banded.queries import described_keys, keys_ended
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     cdiv,
     copies_tiles,
     next_power_of_2,
@@ -105,6 +106,7 @@ def _part_of_scores(
     return _fold(p, overlap, PRECISION == "ieee")
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "start", "runs", "t_begin", "t_end"])
 def _score_kernel(
     q, k, lse, scores, best_of_run, token_table,
@@ -231,6 +233,7 @@ def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr)
     return tl.sort(found)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["B", "S", "G", "start", "runs", "t_begin", "t_end"])
 def _top_kernel(
     scores, best_of_run, ids, token_table, B, S, G, start, runs, t_begin, t_end,

@@ -11,7 +11,7 @@ import triton
 from tests.attention.devices import DEVICE
 
 # After devices, which sets up the interpreter.
-from tamis.attention.kernels.launch import PreparedLaunch  # isort: skip
+from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch  # isort: skip
 
 
 class Compiled:
@@ -55,7 +55,7 @@ class Driver:
 def test_later_launches_carry_addresses_and_the_present_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     kernel = Kernel()
-    launch = PreparedLaunch(kernel, (5, 6, 1), (0.5,), {"SECOND": 2, "FIRST": 1}, {"num_warps": 4})
+    launch = PreparedLaunch(kernel, (5, 6, 1), (0.5,), {"SECOND": 2, "FIRST": 1, "num_warps": 4})
     for _ in range(3):
         x, out = torch.zeros(4, device=DEVICE), torch.zeros(4, device=DEVICE)
         launch(x, out)
@@ -68,7 +68,7 @@ def test_later_launches_carry_addresses_and_the_present_stream(monkeypatch: pyte
 
 def test_a_profilers_hooks_see_every_launch() -> None:
     kernel, hook = Kernel(), print
-    launch = PreparedLaunch(kernel, (1, 1, 1), (0.5,), {"FIRST": 1, "SECOND": 2}, {})
+    launch = PreparedLaunch(kernel, (1, 1, 1), (0.5,), {"FIRST": 1, "SECOND": 2})
     x = torch.zeros(4, device=DEVICE)
     launch(x, x)
     triton.knobs.runtime.launch_enter_hook.add(hook)
@@ -78,3 +78,37 @@ def test_a_profilers_hooks_see_every_launch() -> None:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert kernel.compiled.seen_by_hooks == [(x, x, 0.5, 1, 2)]
     assert kernel.compiled.launched == []
+
+
+def test_a_kernel_is_prepared_again_for_what_triton_would_compile_or_launch_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    kernel = Kernel()
+    prepared, x = PreparedKernel(kernel), torch.zeros(64, device=DEVICE)
+    constants = {"FIRST": 1, "SECOND": 2}
+    alike = [(1,), x, x[4:], 0.5, constants]
+    changed = [
+        alike,
+        [(2,), x, x, 0.5, constants],
+        [(1,), x.half(), x, 0.5, constants],
+        [(1,), x[1:], x, 0.5, constants],  # no multiple of 16
+        [(1,), x, None, 0.5, constants],
+        [(1,), x, x, 0.25, constants],
+        [(1,), x, x, 0.5, constants | {"FIRST": 3}],
+        [(1,), x, x, 0.5, constants | {"num_warps": 8}],
+    ]
+    for _ in range(2):
+        for grid, *arguments, values in changed:
+            prepared[grid](*arguments, **values)
+    assert kernel.asked == len(changed)
+    prepared[(1,)](x, x, 0.5, COPIED=True)
+    prepared[(1,)](x, x, 0.5, COPIED=True)
+    assert kernel.asked == len(changed) + 2  # the tensors' descriptors are made at every launch
+
+
+def test_launches_that_never_come_again_do_not_pile_up() -> None:
+    prepared, x = PreparedKernel(Kernel()), torch.zeros(4, device=DEVICE)
+    for number in range(3 * MOST_PREPARED):
+        prepared[(1,)](x, x, number, FIRST=1, SECOND=2)
+    assert len(prepared._launches) <= MOST_PREPARED

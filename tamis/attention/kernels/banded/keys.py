@@ -21,6 +21,7 @@ from tamis.attention.kernels.banded.queries import Band, Rows, load_keys, load_r
 from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     cdiv,
     copies_tiles,
     padded,
@@ -162,6 +163,7 @@ def _step(
     return dk, dv
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["B", "S", "N", "G", "SPLITS"])
 def _dkv_kernel(
     q, k, v, lse, dout, gate, delta, table, tiles_of_keys, dk_out, dv_out,
@@ -315,6 +317,7 @@ def _dkv_copied_kernel(
     tl.store(dv_out + at, dv.to(dv_out.dtype.element_ty), mask=mask)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["size", "SPLITS"])
 def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

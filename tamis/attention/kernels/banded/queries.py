@@ -24,7 +24,7 @@ Shapes: B batch, S tokens, H heads, G groups, R = H/G, D head dim, N keys; `BM` 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     cdiv,
     copies_tiles,
     padded,
@@ -46,8 +47,7 @@ from tamis.attention.kernels.launch import (
 from tamis.attention.spec import Start
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Keys and values `[B,N,G,D]` with unit stride in D; key `n` ends at position `n·stride + length − 1`.
 
     It is visible from there on, and with a window only to the `window` tokens that follow.
@@ -68,8 +68,7 @@ class Band:
         return *self.k.stride()[:3], *self.v.stride()[:3]
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Log-sum-exp, gate and `delta = gate·<dout, out>` of every row, `[B,H,S]` float32.
 
     Half-precision numbers one by one cannot be read ahead, and would stall every step.
@@ -211,6 +210,7 @@ def _softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
     return m_new, total * shrink + tl.sum(p, 1), acc
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["S", "N", "G", "start"])
 def _forward_kernel(
     q, k, v, out, lse, table,
@@ -297,6 +297,7 @@ def _add_dq(
     return dq
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["S", "G", "N", "N2"])
 def _dq_kernel(
     q, dout, dq, k, v, lse, gate, delta, table, k2, v2, lse2, gate2, delta2, table2,

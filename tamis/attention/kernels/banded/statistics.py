@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.launch import cdiv, next_power_of_2
+from tamis.attention.kernels.launch import PreparedKernel, cdiv, next_power_of_2
 
 
 def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gated: bool = True) -> Tensor:
@@ -26,6 +26,7 @@ def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gat
     return statistics
 
 
+@PreparedKernel
 @triton.jit
 def _transpose_statistics(
     lse, delta, gates, statistics, tokens, rows, g_b, g_s, g_h,

@@ -341,15 +341,15 @@ def _plan(
     return _Plan(
         scan=PreparedLaunch(
             _scan_kernel, (B * G // pack, splits.compressed, 1), (*shared, *strides[1][:4], row_length, G, X),
-            shape | {"PACK": pack, "RP": padded_rows(pack * R), "BN": scan.keys}, scan.options,
+            shape | {"PACK": pack, "RP": padded_rows(pack * R), "BN": scan.keys} | scan.options,
         ),
         finish=PreparedLaunch(
             _finish_kernel, (B * G, splits.selected + splits.window + 1, 1),
             (*shared, *strides[2][:4], *strides[3][:4], row_length, window[1], G,
              splits.compressed, splits.window, splits.selected),
             shape | {"RP": padded_rows(R), "RH": next_power_of_2(R), "L_SEL": spec.l_sel, "N_SEL": spec.n_sel,
-                     "W": spec.w, "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS},
-            finish.options | ({"launch_pdl": True} if early else {}),
+                     "W": spec.w, "BN": finish.keys, "NP": NP, "BJ": BJ, "XP": MOST_SPLITS}
+            | finish.options | ({"launch_pdl": True} if early else {}),
         ),
         scratch=scratch,
     )  # fmt: skip

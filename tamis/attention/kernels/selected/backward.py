@@ -21,6 +21,7 @@ from tamis.attention.checks import check_gradients, check_like
 from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     launch_settings,
     next_power_of_2,
     softmax_scale,
@@ -37,7 +38,7 @@ from tamis.attention.kernels.selected.items import (
     pairs_of_tile,
     rows_of_merge,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, merge_launch, sizes_of
+from tamis.attention.kernels.selected.layout import LARGE, Layout, cached_segment, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
@@ -48,7 +49,6 @@ from tamis.attention.spec import NSASpec
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
 CHUNKS_OF_WHOLE_SEQUENCES = 4
-CACHED_BYTES = 8 << 20  # of a group's queries and output gradients in a segment, which should stay in L2
 
 
 def selected_backward(
@@ -131,13 +131,7 @@ def selected_backward(
     return dk, dv
 
 
-def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
-    """Tokens of a segment: few, so that what is read for each of their slots stays in L2, but lists must fill items."""
-    _, tokens, _, dim = q_BSHD.shape
-    bytes_per_token = 2 * heads_per_group * dim * q_BSHD.element_size()
-    return max(CACHED_BYTES // bytes_per_token, ITEM * spec.selection_blocks(tokens) // spec.n_sel)
-
-
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_query_gradients(
     part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
@@ -159,6 +153,7 @@ def _merge_query_gradients(
     store_at(dq, target, acc, live, D, BD)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
 def _merge_key_gradients(
     part_dk, part_dv, list_first, list_items, table, bounds, dk_sum, dv_sum, dk, dv,
@@ -239,6 +234,7 @@ def _without_later_keys(p, token, begin, sub, L_SEL: tl.constexpr, BN: tl.conste
     return tl.where(visible, p, 0.0)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_items(
     q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items, item_part,
@@ -313,6 +309,7 @@ def backward_items(
         store_at(part_dv, row * D, dv, every_key, D, BD)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_halves(
     q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv,

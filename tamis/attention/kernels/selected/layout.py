@@ -16,6 +16,7 @@ ITEM = 256  # tokens per item: enough to pay for loading the block, few enough t
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
 SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
 WORD = 32  # tokens per word of marks
+CACHED_BYTES = 8 << 20  # of a group's queries and output gradients in a segment, which should stay in L2
 
 
 def aligned(count: int) -> int:
@@ -109,6 +110,13 @@ class Layout:
         """Position of a segment's first token among all tokens of the batch."""
         sequence, part = divmod(segment, self.segments_per_sequence)
         return sequence * self.tokens + min(self.tokens, part * self.segment)
+
+
+def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
+    """Tokens of a segment: few, so that what is read for each of their slots stays in L2, but lists must fill items."""
+    _, tokens, _, dim = q_BSHD.shape
+    bytes_per_token = 2 * heads_per_group * dim * q_BSHD.element_size()
+    return max(CACHED_BYTES // bytes_per_token, ITEM * spec.selection_blocks(tokens) // spec.n_sel)
 
 
 def sizes_of(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, Any]:

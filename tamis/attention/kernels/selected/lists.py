@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.attention.kernels.launch import cdiv
+from tamis.attention.kernels.launch import PreparedKernel, cdiv
 from tamis.attention.kernels.selected.layout import ITEM, Layout
 from tamis.attention.kernels.selected.union import Unions
 from tamis.attention.packing import PackedTables
@@ -148,6 +148,7 @@ def _count_bits(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
     ids, union_counts, table, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
@@ -162,12 +163,14 @@ def _mark_pairs(
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
 
 
+@PreparedKernel
 @triton.jit
 def _count_marks(marks, counts, words, BLOCK: tl.constexpr):
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(counts + word, _count_bits(tl.load(marks + word, mask=word < words, other=0)), mask=word < words)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _place_pairs(
     ids, union_counts, table, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks,
@@ -185,6 +188,7 @@ def _place_pairs(
     tl.store(pairs + end - _count_bits(mark) + earlier, stored, mask=exists)
 
 
+@PreparedKernel
 @triton.jit
 def _cut_lists(
     ends, item_list, item_start, item_count, item_part, list_first, list_items, words, lists, items,

@@ -19,6 +19,7 @@ from torch import Tensor
 from tamis.attention.checks import check_branch, check_ids, check_queries, check_start
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     launch_settings,
     read_start,
     softmax_scale,
@@ -132,6 +133,7 @@ def pairs_forward(
     return out, lse
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "start", "per_sequence"])
 def _forward_items(
     q, k, v, part_out, part_lse,
@@ -216,6 +218,7 @@ def _store_softmax(
     tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def _merge_outputs(
     part_out, part_lse, ids, union_counts, out, lse, first_segment, per_sequence, segment, tokens, segments,

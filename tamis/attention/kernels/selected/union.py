@@ -23,6 +23,7 @@ from torch import Tensor
 from tamis.attention.kernels.banded.queries import described_keys, program_tile
 from tamis.attention.kernels.launch import (
     LOG2E,
+    PreparedKernel,
     block_tiles,
     cdiv,
     copies_tiles,
@@ -118,6 +119,7 @@ def unite_choices(
     return unions
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["start"])
 def _unite_choices(
     ids, union_blocks, union_tokens, counts, table, tokens, start, tiles, most, i_b, i_s, i_g,
@@ -181,6 +183,7 @@ def _sample_of(ids, tile, tokens, i_s, N: tl.constexpr, BS: tl.constexpr, TILE: 
     return tl.sum(first.to(tl.int32), 0)
 
 
+@PreparedKernel
 @triton.jit(do_not_specialize=["start"])
 def _forward_tiles(
     q, k, v, union_blocks, union_tokens, counts, out, lse, tokens, start, tiles, capacity, scale,
