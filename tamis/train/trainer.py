@@ -35,7 +35,7 @@ from tamis.train.optimizer import learning_rate
 from tamis.train.selection import SELECTION_STATISTICS
 from tamis.train.step import TrainStep, length_of_step
 from tamis.train.telemetry import FinishedStep, LaunchedStep, Telemetry
-from tamis.train.tools.early_compile import is_compiling, wait_until_compiled
+from tamis.train.tools.early_compile import is_compiling, start_inductor, wait_until_compiled
 from tamis.train.tools.samples import SampleWriter
 from tamis.train.tools.selfcheck import require_right_attention
 
@@ -73,6 +73,7 @@ class Trainer:
         """Open the data, build the model, and resume from the checkpoint if there is one."""
         config, ranks, stage = self.config, self.ranks, self.console.stage
         ranks.together(self.telemetry.open)
+        start_inductor(config, ranks.device)
         with stage("opening the data"):
             self.loader = ranks.together(lambda: open_loader(config, rank=ranks.rank, world_size=ranks.world_size))
         self.console.say(f"data: {self.loader.description}")

@@ -8,6 +8,7 @@ cache. It uses no GPU. Whatever goes wrong here costs nothing but time: the work
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from tamis.config import Config
 
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -35,6 +38,15 @@ def start_compiling(argv: Sequence[str]) -> None:
     quiet = subprocess.DEVNULL
     _started = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
     atexit.register(_stop)
+
+
+def start_inductor(config: Config, device: torch.device) -> None:
+    """Start the processes in which torch.compile compiles; until they are ready it compiles kernels one by one."""
+    if config.runtime.compile and device.type == "cuda":
+        with contextlib.suppress(ImportError, AttributeError):  # no public name of PyTorch
+            from torch._inductor.async_compile import AsyncCompile
+
+            AsyncCompile.use_process_pool()
 
 
 def is_compiling() -> bool:
