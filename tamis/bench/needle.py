@@ -45,6 +45,8 @@ class NeedleSettings:
     steps: int = 600
     tokens: int = 2304  # in a batch; at least one text
     names: int = 8
+    repeats: int = 1  # tokens of a fact
+    grow: tuple[float, float] = (0.2, 0.6)  # shares of the steps at which texts begin to grow and are at their longest
     layers: int = 1
     dim: int = 32
     heads: int = 4
@@ -81,9 +83,10 @@ class NeedleSettings:
     def length_of(self, step: int) -> int:
         """Return the longest length reached at even steps, and at odd ones each length up to it in turn.
 
-        A fifth of the steps has the shortest length, the next two fifths reach the longest.
+        Steps before the first share of `grow` have the shortest length; the longest is reached at the second.
         """
-        grown = (step / self.steps - 0.2) / 0.4
+        begin, end = self.grow
+        grown = (step / self.steps - begin) / (end - begin)
         reached = int(max(0.0, min(1.0, grown)) * (len(self.lengths) - 1))
         return self.lengths[reached if step % 2 == 0 else step // 2 % (reached + 1)]
 
@@ -98,11 +101,13 @@ class NeedleSettings:
 
 # For a GPU: a query reads 272 tokens, and a compressed key for every 8 of up to 65,536.
 LARGE = NeedleSettings(
-    lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     shown=(4096, 8192, 16384, 32768, 65536),
-    steps=3000,
+    steps=4000,
     tokens=1 << 15,
     names=16,
+    repeats=4,  # half a compressed block: a needle of RULER is a sentence of about half the paper's block of 32
+    grow=(0.05, 0.85),  # which block to read is learned between 512 and 4,096 tokens
     dim=128,
     d_k=32,
     l=8,
@@ -188,7 +193,11 @@ def _batch(
     each, rest = divmod(setting.texts(length), len(setting.tasks))
     more = order.sample(setting.tasks, rest)
     counts = {task: each + (task in more) for task in setting.tasks}
-    return [make_texts(task, n, length, setting.w, setting.names, generator) for task, n in counts.items() if n]
+    return [
+        make_texts(task, n, length, setting.w, setting.names, generator, setting.repeats)
+        for task, n in counts.items()
+        if n
+    ]
 
 
 def _loss(model: Decoder, batch: list[RetrievalTexts]) -> Tensor:
@@ -221,7 +230,7 @@ def measure_tasks(
     for task in setting.tasks:
         is_right, depths = [], []
         for count in _pieces(-(-(examples or setting.examples) // task.questions), setting.texts(length)):
-            texts = make_texts(task, count, length, setting.w, setting.names, generator)
+            texts = make_texts(task, count, length, setting.w, setting.names, generator, setting.repeats)
             predicted = _logits_of_answers(model, [texts])[0].argmax(-1)
             is_right.append((predicted[..., None] == texts.accepted_NQAA).any(-1))
             depths.append(texts.depths_NQA)

@@ -1,6 +1,7 @@
 """The texts of `tamis bench needle`: generated tasks after RULER (arXiv 2404.06654), asked at the end of a long text.
 
-A text is random words that hide facts. A fact is one token that joins two names: the second follows from the first.
+A text is random words that hide facts. A fact is a token that joins two names: the second follows from the first. It
+may be written several times in a row, as a sentence takes several tokens.
 
     word word ANN→BOB word … word BOB→CAT word … word | ANN BOB CAT
 
@@ -84,37 +85,37 @@ class RetrievalTexts:
 
 
 def make_texts(
-    task: RetrievalTask, texts: int, length: int, window: int, names: int, generator: torch.Generator
+    task: RetrievalTask, texts: int, length: int, window: int, names: int, generator: torch.Generator, repeats: int = 1
 ) -> RetrievalTexts:
-    """Return random texts of a task; `names` is the number of names there are."""
+    """Return random texts of a task; `names` is the number of names there are, a fact takes `repeats` tokens."""
     reach = length - task.tail - window  # facts end before this
-    if reach < 2 * task.questions * task.answers:
+    if reach < repeats * (task.questions * task.answers + 2 * task.group):
         raise ValueError(f"{length} tokens leave no room for the task {task.name} beyond a window of {window}")
     if names < task.names:
         raise ValueError(f"the task {task.name} needs {task.names} names, got {names}")
     if task.has_facts:
-        return _texts_with_facts(task, texts, length, reach, names, generator)
+        return _texts_with_facts(task, texts, length, reach, names, generator, repeats)
     return _texts_of_words(task, texts, length, names, generator)
 
 
 def _texts_with_facts(
-    task: RetrievalTask, texts: int, length: int, reach: int, names: int, generator: torch.Generator
+    task: RetrievalTask, texts: int, length: int, reach: int, names: int, generator: torch.Generator, repeats: int
 ) -> RetrievalTexts:
     device, shape = generator.device, (texts, task.questions, task.answers)
     tokens = torch.randint(WORDS, (texts, length), generator=generator, device=device)
     chosen = _distinct(names, texts, task.names, generator).view(texts, task.questions, -1)
     first = chosen[..., :-1] if task.is_chain else chosen[..., :1].expand(shape)
     second = chosen[..., 1:]
-    places = _places(task, texts, reach, generator)
+    places = _places(task, texts, reach, generator, repeats)
     facts = WORDS + names * (1 + first) + second
-    tokens.scatter_(1, places.flatten(1), facts.flatten(1))
+    tokens.scatter_(1, places.flatten(1), facts[..., None].expand(places.shape).flatten(1))
     tail = chosen if task.is_chain else torch.stack((first, second), -1)
     tokens[:, length - task.tail :] = WORDS + tail.flatten(1)
     before = torch.arange(task.tail, device=device).view(task.questions, -1)
     before = before[:, :-1] if task.is_chain else before[:, ::2]
     at = (length - task.tail + before).expand(shape)
     accepted = WORDS + second[..., None] if task.is_chain else _remaining(WORDS + second)
-    return RetrievalTexts(tokens, at, accepted, places / max(1, reach - 1))
+    return RetrievalTexts(tokens, at, accepted, places[..., 0] / max(1, reach - 1))
 
 
 def _texts_of_words(
@@ -138,13 +139,13 @@ def _distinct(count: int, texts: int, chosen: int, generator: torch.Generator) -
     return torch.rand(texts, count, generator=generator, device=generator.device).topk(chosen).indices
 
 
-def _places(task: RetrievalTask, texts: int, reach: int, generator: torch.Generator) -> Tensor:
-    """Return where each fact is `[N,Q,A]`: groups of neighbours that do not overlap."""
-    groups, size = task.questions * task.answers // task.group, task.group
+def _places(task: RetrievalTask, texts: int, reach: int, generator: torch.Generator, repeats: int) -> Tensor:
+    """Return the tokens of each fact `[N,Q,A,repeats]`: groups of neighbours that do not overlap."""
+    groups, size = task.questions * task.answers // task.group, task.group * repeats
     begin = size * _distinct(reach // size - 1, texts, groups, generator)
     begin += torch.randint(size, (texts, 1), generator=generator, device=generator.device)
     places = begin[..., None] + torch.arange(size, device=generator.device)
-    return places.view(texts, task.questions, task.answers)
+    return places.view(texts, task.questions, task.answers, repeats)
 
 
 def _remaining(answers_NQA: Tensor) -> Tensor:
