@@ -89,7 +89,8 @@ def make_texts(
 ) -> RetrievalTexts:
     """Return random texts of a task; `names` is the number of names there are, a fact takes `repeats` tokens."""
     reach = length - task.tail - window  # facts end before this
-    if reach < repeats * (task.questions * task.answers + 2 * task.group):
+    facts = task.questions * task.answers
+    if reach < max(2 * facts, repeats * (facts + task.group)):
         raise ValueError(f"{length} tokens leave no room for the task {task.name} beyond a window of {window}")
     if names < task.names:
         raise ValueError(f"the task {task.name} needs {task.names} names, got {names}")

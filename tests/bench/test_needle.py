@@ -64,9 +64,10 @@ def test_an_untrained_model_answers_only_by_chance_and_a_perfect_one_all(monkeyp
 
 def test_lengths_grow_to_the_longest_and_the_shorter_ones_stay() -> None:
     lengths = [LARGE.length_of(step) for step in range(LARGE.steps)]
-    assert set(lengths[: LARGE.steps // 5]) == {64}
-    assert set(lengths[LARGE.steps * 3 // 5 + 2 :: 2]) == {65536}
-    assert set(lengths[LARGE.steps * 3 // 5 + 3 :: 2]) == set(LARGE.lengths)
+    begin, end = (int(LARGE.steps * share) for share in LARGE.grow)
+    assert set(lengths[:begin]) == {128}
+    assert set(lengths[end + 2 :: 2]) == {65536}
+    assert set(lengths[end + 3 :: 2]) == set(LARGE.lengths)
     assert all(LARGE.texts(length) * length <= max(LARGE.tokens, length) for length in LARGE.lengths)
 
 

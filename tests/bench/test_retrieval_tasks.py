@@ -56,6 +56,16 @@ def test_facts_of_several_keys_are_neighbours_and_a_chain_never_branches() -> No
         assert len({first for first, _ in facts_in(tokens).values()}) == 6
 
 
+def test_a_fact_of_several_tokens_is_written_so_often_in_a_row() -> None:
+    texts = make_texts(TASKS["tracking-2"], 12, LENGTH, WINDOW, NAMES, torch.Generator().manual_seed(0), repeats=3)
+    for tokens, depths_QA in zip(texts.tokens_NL.tolist(), texts.depths_NQA, strict=True):
+        facts, reach = facts_in(tokens), LENGTH - TASKS["tracking-2"].tail - WINDOW
+        assert len(facts) == 3 * 6 and max(facts) < reach
+        for depth in depths_QA.flatten().tolist():
+            place = round(depth * (reach - 1))
+            assert facts[place] == facts[place + 1] == facts[place + 2]
+
+
 def test_common_words_are_the_most_frequent_ones() -> None:
     texts = texts_of("common", count=4, length=1000)
     assert texts.depths_NQA.isnan().all()
