@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from tamis.checkpoint.background import BackgroundSave
 from tamis.checkpoint.file import load_checkpoint, require_whole_state, save_checkpoint
 from tamis.checkpoint.weights import load_weights, read_weights
 from tamis.config import Config, ConfigError
@@ -59,6 +62,7 @@ class Trainer:
         self.readback: AsyncReadback[LaunchedStep] = AsyncReadback(ranks.device)
         self.memory_dumps = MemoryDumps(config.runtime.mem_dump_every, self.run, ranks)
         self.step = self.saved_step = 0  # optimizer steps launched, and the step of the newest checkpoint
+        self.background = BackgroundSave(self._write) if saves_in_background(config, ranks) else None
         self.data_error: DataError | None = None
         self.telemetry.beat("boot", 0)
 
@@ -135,12 +139,21 @@ class Trainer:
 
     def train(self) -> ExitCode:
         """Train until the last step or until all ranks agree to stop; the exit code distinguishes them."""
+        try:
+            return self._train()
+        except BaseException:
+            with contextlib.suppress(Anomaly, OSError):
+                self.collect_save(wait=True)  # a checkpoint that is being written counts, whatever ended the training
+            raise
+
+    def _train(self) -> ExitCode:
         train, reason = self.config.train, None
         if self.step < train.steps and self.owes_evaluation():
             self.evaluate()
         while self.step < train.steps and reason is None:
             self.launch_step()
             reason = self.collect()
+            self.collect_save()
             if _is_due(self.step, train.save_every):
                 reason = self.collect(keep=0) or reason  # a step is saved only after its metrics have passed the guard
                 self.save()
@@ -261,30 +274,56 @@ class Trainer:
         return is_due and self.step not in self.ranks.gather(self.telemetry.val_csv.steps())[0]
 
     def save_if_new(self) -> None:
+        """Save this step unless it is saved, and wait until the checkpoint is written."""
+        self.collect_save(wait=True)
         if self.step != self.saved_step:
             self.save()
+            self.collect_save(wait=True)
 
     def save(self) -> None:
-        """Write a checkpoint of this step. A failed save loses no earlier one; too many unsaved steps end the run."""
-        self.telemetry.beat("checkpoint", self.step)
-        state, sharded = self._state(), is_sharded(self.config, self.ranks)
-        try:
-            path = self.ranks.together(
-                lambda: save_checkpoint(self.run, state, self.config, sharded, self.ranks.is_main, self.ranks.together)
-            )
-            self.saved_step = self.step
-            self.console.say(f"step {self.step}: saved {path}")
-        except OSError as error:
-            self._report_failed_save(f"{error}: {_remedy_for_save(error, self.run)}")
+        """Write a checkpoint of this step. A failed save loses no earlier one; too many unsaved steps end the run.
+
+        On one GPU a thread writes it while training goes on, and `collect_save` reports the result.
+        """
+        self.collect_save(wait=True)
+        if self.background is not None and self.background.has_room(state := self._state()):
+            self.background.start(state)
+        else:
+            self.telemetry.beat("checkpoint", self.step)
+            state = self._state()
+            self._report_save(self.step, lambda: self.ranks.together(lambda: self._write(state)))
         self.telemetry.pause()
 
-    def _report_failed_save(self, reason: str) -> None:
-        self.telemetry.beat("checkpoint", self.step, save_error=reason)
+    def _write(self, state: dict[str, Any]) -> Path:
+        sharded = is_sharded(self.config, self.ranks)
+        return save_checkpoint(self.run, state, self.config, sharded, self.ranks.is_main, self.ranks.together)
+
+    def collect_save(self, wait: bool = False) -> None:
+        """Report a save in the background that has ended; with `wait`, wait for one that has not."""
+        if self.background is None:
+            return
+        if wait and self.background.is_running:
+            self.telemetry.beat("checkpoint", self.step)
+        if (ended := self.background.ended(wait)) is not None:
+            step, written = ended
+            self.telemetry.beat("checkpoint", step)
+            self._report_save(step, written.result)
+
+    def _report_save(self, step: int, write: Callable[[], Path]) -> None:
+        try:
+            path = write()
+            self.saved_step = step
+            self.console.say(f"step {step}: saved {path}")
+        except OSError as error:
+            self._report_failed_save(step, f"{error}: {_remedy_for_save(error, self.run)}")
+
+    def _report_failed_save(self, step: int, reason: str) -> None:
+        self.telemetry.beat("checkpoint", step, save_error=reason)
         if self.ranks.is_main:
-            self.console.say(f"step {self.step}: NO checkpoint, {reason}")
-            evidence = {"step": self.step, "saved_step": self.saved_step}
+            self.console.say(f"step {step}: NO checkpoint, {reason}")
+            evidence = {"step": step, "saved_step": self.saved_step}
             EventLog(self.run, by="trainer").record("save_failed", reason, **evidence)
-        unsaved, limit = self.step - self.saved_step, self.config.train.unsaved_steps_limit
+        unsaved, limit = step - self.saved_step, self.config.train.unsaved_steps_limit
         if 0 < limit < unsaved:
             raise Anomaly("cannot_save", f"{unsaved} steps are not saved, train.max_unsaved_steps is {limit}: {reason}")
 
@@ -327,6 +366,14 @@ class Trainer:
         steps = self.config.train.steps
         if self.step > steps or (self.step == steps and not self.owes_evaluation()):
             raise ConfigError(f"{checkpoint} is at step {self.step}, and train.steps is {steps}: nothing to do")
+
+
+def saves_in_background(config: Config, ranks: Ranks) -> bool:
+    """Whether a thread writes checkpoints: with one process, whose GPU trains meanwhile.
+
+    Several ranks must learn of a failed save at the same step, and a CPU that trains has no time to spare.
+    """
+    return ranks.device.type == "cuda" and ranks.world_size == 1 and not is_sharded(config, ranks)
 
 
 def _remedy_for_save(error: OSError, run: RunDirectory) -> str:
