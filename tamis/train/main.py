@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -55,7 +57,7 @@ from tamis.run.files.manifest import (
 from tamis.run.files.records import VAL_HEADER, CsvLog, write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
 from tamis.train.console import Console
-from tamis.train.distributed import Ranks, device_name, join, settings_without_effect
+from tamis.train.distributed import Ranks, choose_device, device_name, join, settings_without_effect
 from tamis.train.guards import Anomaly
 from tamis.train.memory import out_of_memory_advice
 from tamis.train.settings import apply_settings
@@ -68,7 +70,9 @@ STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPT
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
-        return train_config(load_config(arguments.config, arguments.overrides), arguments.resume)
+        config = load_config(arguments.config, arguments.overrides)
+        _load_compiler(config)
+        return train_config(config, arguments.resume)
     except (ConfigError, RunLocked) as error:
         Console().error(str(error))
         return ExitCode.USAGE
@@ -78,6 +82,25 @@ def config_of(argv: list[str]) -> Config:
     """The configuration that a worker with these arguments trains."""
     arguments = _parse(argv)
     return load_config(arguments.config, arguments.overrides)
+
+
+def _load_compiler(config: Config) -> None:
+    """Import what compiles the step on a GPU, and what DDP imports; a thread creates the CUDA context meanwhile."""
+    on_gpu = torch.backends.cuda.is_built() and config.runtime.device != "cpu"
+    if on_gpu:
+        threading.Thread(target=_create_context, args=[config], daemon=True).start()
+    if on_gpu or "WORLD_SIZE" in os.environ:
+        gc.disable()  # imports make no garbage
+        importlib.import_module("torch._dynamo")
+        gc.freeze()
+        gc.enable()
+
+
+def _create_context(config: Config) -> None:
+    with contextlib.suppress(Exception):  # whatever fails here fails again in `join`, with its message
+        device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -312,9 +335,6 @@ def _metrics(trainer: Trainer, code: int, started: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if torch.backends.cuda.is_built() or "WORLD_SIZE" in os.environ:  # a GPU compiles the step, and DDP imports it
-        import torch._dynamo
-
     gc.freeze()  # no collection need look at what was imported; the one at the exit would take a second
     gc.enable()
     code = main()
