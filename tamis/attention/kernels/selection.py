@@ -42,6 +42,7 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
 TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
+PROGRAMS_OF_SCORES = 1024  # where tokens make fewer, as in a chunk of a very long sequence, programs share its runs
 RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is recompiled as the prompt grows
 
 
@@ -325,8 +326,8 @@ def select_from_lse(
         scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
         best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
         if blocks > spec.n_sel > FORCED_BLOCKS:
-            # One program in y, which the kernel asks for all the same: it was measured so, and else compiles otherwise.
-            _score_kernel[(cdiv(t_end - t_begin, tokens) * B * G, 1)](
+            programs = cdiv(t_end - t_begin, tokens) * B * G
+            _score_kernel[(programs, max(1, min(runs, PROGRAMS_OF_SCORES // programs)))](
                 q, keys, lse, scores, best_of_run, table, *q.stride()[:3], *k_cmp.stride()[:3],
                 B, S, N, G, start_argument(start), runs, t_begin, t_end, softmax_scale(q, scale) * LOG2E,
                 L=spec.l, STRIDE=spec.d, L_SEL=spec.l_sel, N_SEL=spec.n_sel, R=H // G, D=D, DP=padded(D),

@@ -86,6 +86,14 @@ def test_several_heads_in_one_product_score_as_one_by_one(poisoned_memory, monke
     assert_as_good_as_the_reference(q, k_cmp, SMALL)
 
 
+@pytest.mark.parametrize("programs", [0, 10**6], ids=["all runs in one program", "one run to a program"])
+def test_runs_shared_by_programs_score_the_same(poisoned_memory, monkeypatch, programs):
+    q, k_cmp, *_ = random_inputs(SMALL, tokens=110, groups=1, heads_per_group=2)
+    usual = selected(q, k_cmp, SMALL)
+    monkeypatch.setattr(kernels, "PROGRAMS_OF_SCORES", programs)
+    assert torch.equal(selected(q, k_cmp, SMALL), usual)
+
+
 @pytest.mark.parametrize("held_bytes", [kernels.HELD_BYTES, 0], ids=["many tokens held", "one token held"])
 def test_blocks_wider_than_a_tile_of_keys_are_scored_in_parts(poisoned_memory, monkeypatch, held_bytes):
     spec = NSASpec(l=4, d=1, l_sel=34, n_sel=4, w=4)
