@@ -146,6 +146,12 @@ def chosen_tile(kernel: str, device: torch.device, dtype: torch.dtype, dim: int,
     return tile or shipped_tile(kernel, gpu.family if gpu else "hopper", dtype, dim)
 
 
+def file_in_use(device: torch.device, dtype: torch.dtype, dim: int, heads_per_group: int) -> Path | None:
+    """The file that a shape's tiles come from; None if all are shipped ones. `dim` is padded to a power of two."""
+    gpu = gpu_model(device)
+    return tiles_file() if gpu and _stored(gpu).get(shape_key(dtype, heads_per_group, dim)) else None
+
+
 @contextmanager
 def using(tiles: Mapping[str, AnyTile]) -> Iterator[None]:
     """Launch these kernels with these tiles."""

@@ -24,6 +24,7 @@ RECORDED_VARIABLES = (
     *(f"NCCL_{name}" for name in NCCL_VARIABLES),
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    "TAMIS_TILES",
 )
 PACKAGES = ("tamis", "torch", "triton", "numpy", "tiktoken", "datasets", "pyarrow", "safetensors", "pydantic")
 ORDINARY_VALUE = re.compile(r"[\w.,:=+/ \-\[\]{}]{0,300}")  # numbers, switches, paths; no address with a password in it

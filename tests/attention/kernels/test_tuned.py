@@ -30,7 +30,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that a process on an H200 reads."""
     path = tmp_path / "cache/tiles.json"
     monkeypatch.setenv("TAMIS_TILES", str(path))
-    monkeypatch.setattr(tuned, "assumed", H200)
+    monkeypatch.setattr(tuned, "gpu_model", lambda device: H200)
     monkeypatch.setattr(tuned, "_is_in_use", False)
     monkeypatch.setattr(tuned, "_is_refused", False)
     forget()
@@ -39,7 +39,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    for cached in (tuned.gpu_model, tuned._stored, tuned.chosen_tile):
+    for cached in (tuned._stored, tuned.chosen_tile):
         cached.cache_clear()
 
 
@@ -57,6 +57,16 @@ def test_a_stored_tile_serves_its_shape_alone(file: Path) -> None:
     forget()
     assert (chosen(), chosen("union")) == (OTHER, RowTile(64, 4, 2))
     assert (chosen("dq"), chosen(heads=16)) == (shipped("dq"), shipped())
+
+
+def test_the_line_that_names_the_kernels_names_the_file_of_their_tiles(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "capability", lambda device: H200.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200.name)
+    write_tiles(file, H200, SHAPE, {"forward": OTHER})
+    assert functional.describe("cuda", torch.bfloat16, 64, 6).endswith(f"(sm_90), with the tiles of {file}")
+    assert functional.describe("cuda", torch.bfloat16, 64, 4).endswith("(sm_90)")
 
 
 def test_shapes_and_gpu_models_are_stored_next_to_each_other(file: Path) -> None:
