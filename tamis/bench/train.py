@@ -64,7 +64,7 @@ def _row(config: Config, device: torch.device, source: str, measured: Measuremen
         "data": source,
         "parameters": parameter_count(config),
         "toks_per_s": round(rate),
-        "mfu": Utilisation(config, device).at(rate),
+        "mfu": Utilisation(config, device).at(rate, [config.train.seq_len]),
         "step_p50_ms": round(measured.percentile_ms(50), 3),
         "step_p95_ms": round(measured.percentile_ms(95), 3),
         "first_step_s": round(measured.first_step_s, 1),

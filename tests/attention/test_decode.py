@@ -147,6 +147,31 @@ def test_what_lies_beyond_the_position_is_never_read() -> None:
         assert torch.equal(clean, dirty)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_prepared_launches_follow_addresses_streams_and_graphs() -> None:
+    spec, positions = SPECS[0], torch.tensor([129, 76], device=DEVICE)
+    first, second = (caches(spec, 2, 130, dim=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    expected = decode(*second, positions, spec)
+    decode(*first, positions, spec)  # prepared now
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        on_side = decode(*second, positions, spec)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode(*first, positions, spec)
+    for held, new in zip(first, second, strict=True):
+        held.copy_(new)
+    graph.replay()
+    odd = [torch.empty(x.numel() + 1, device=DEVICE, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in second]
+    for results in (on_side, captured):
+        assert all(torch.equal(got, wanted) for got, wanted in zip(results, expected, strict=True))
+    out, ids, _ = decode(*odd, positions, spec)  # at addresses that are no multiples of 16: another kernel
+    assert relative_rmse(out, expected[0]) < LIMIT[torch.bfloat16] and torch.equal(ids, expected[1])
+
+
 def test_the_kernels_give_the_same_bits_twice() -> None:
     spec, positions = SPECS[0], torch.tensor([140, 101], device=DEVICE)
     inputs = caches(spec, 2, 150)

@@ -65,7 +65,7 @@ def estimate_run(config: Config, processes: int = 1, ranks: Ranks | None = None)
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         toks_per_s=rate * processes,
         step_ms=measured.percentile_ms(50),
-        mfu=Utilisation(config, device).at(rate),
+        mfu=Utilisation(config, device).at(rate, [config.train.seq_len]),
         peak_gib=measured.peak_gib,
         tokens_per_step=tokens,
         tokens_planned=tokens * config.train.steps,
