@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
 
 from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
 from tamis.attention.kernels.tuned import GpuModel
@@ -30,17 +29,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def record_launches(arch: int) -> dict[str, object]:
     """From now on launches compile for `arch` and land, compiled, in the returned dict."""
-    stop_after_compiling(GpuModel("", divmod(arch, 10)))
     compiled: dict[str, object] = {}
-    run = JITFunction.run
 
-    def record(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
-        kernel = run(self, *args, grid=grid, warmup=warmup, **kwargs)
-        if kernel.hash not in {k.hash for k in compiled.values()}:
-            numbers = {k: v for k, v in kwargs.items() if k not in ("num_warps", "num_stages", "PRECISION")}
-            compiled[f"{self.fn.__name__} #{len(compiled)} {numbers}"] = kernel
+    def record(function, kernel, constants) -> None:  # type: ignore[no-untyped-def]
+        numbers = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages", "PRECISION")}
+        compiled[f"{function.__name__} #{len(compiled)} {numbers}"] = kernel
 
-    JITFunction.run = record
+    stop_after_compiling(GpuModel("", divmod(arch, 10)), on_compiled=record)
     return compiled
 
 

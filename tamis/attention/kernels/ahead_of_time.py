@@ -41,24 +41,26 @@ class TargetDriver:
         return 0
 
 
-def stop_after_compiling(gpu: tuned.GpuModel, is_wanted: Callable[[str], bool] = lambda key: True) -> None:
-    """From now on launches in this process compile for `gpu` and run nothing.
+def stop_after_compiling(
+    gpu: tuned.GpuModel,
+    is_wanted: Callable[[str], bool] = lambda key: True,
+    on_compiled: Callable[[Any, Any, dict[str, Any]], None] = lambda function, kernel, constants: None,
+) -> None:
+    """From now on launches in this process compile for `gpu`, run nothing and return nothing.
 
-    A variant of a kernel is compiled if it `is_wanted`, by a key of its own.
+    A variant of a kernel is compiled if it `is_wanted`, by a key of its own. The first time it is launched,
+    `on_compiled` gets the function, the compiled kernel and the keyword arguments of the launch.
     """
     tuned.assumed = gpu
     tuned.gpu_model.cache_clear()
     triton.runtime.driver.set_active(TargetDriver(gpu.capability))
-    launch = JITFunction.run
+    launch, seen = JITFunction.run, set()
 
-    launchers = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel is not None and kernel.hash not in launchers:
-            launchers.add(kernel.hash)
-            _build_launcher(kernel)
-        return kernel
+        if kernel is not None and kernel.hash not in seen:
+            seen.add(kernel.hash)
+            on_compiled(self.fn, kernel, kwargs)
 
     def skip(*, key: str, fn: Any, **_: Any) -> bool:
         return not is_wanted(f"{fn.name} {key}")
@@ -67,7 +69,7 @@ def stop_after_compiling(gpu: tuned.GpuModel, is_wanted: Callable[[str], bool] =
     knobs.runtime.jit_cache_hook = skip
 
 
-def _build_launcher(kernel: Any) -> None:
+def _build_launcher(function: Any, kernel: Any, constants: dict[str, Any]) -> None:
     """Compile the C function that launches a kernel, which takes about as long; on a machine with the CUDA driver."""
     with contextlib.suppress(Exception):
         CudaLauncher(kernel.src, kernel.metadata)
@@ -89,7 +91,9 @@ def _fork(gpu: tuned.GpuModel, launch_all: Callable[[], object], part: int, part
     numbers: dict[str, int] = {}
     code = 1
     try:
-        stop_after_compiling(gpu, lambda key: numbers.setdefault(key, len(numbers)) % parts == part)
+        stop_after_compiling(
+            gpu, lambda key: numbers.setdefault(key, len(numbers)) % parts == part, on_compiled=_build_launcher
+        )
         launch_all()
         code = 0
     finally:

@@ -194,7 +194,8 @@ def launch():
     ids = torch.empty(1, 2048, 2, 16, dtype=torch.int32, device="meta")
     window_forward(q, k, k, NSASpec(), trusted=True)
     compressed_forward(q, short, short, NSASpec(), trusted=True)
-    union_forward(q, k, k, ids, NSASpec())
+    for _ in range(3):  # launched again, a kernel is compiled already, and is not run
+        union_forward(q, k, k, ids, NSASpec())
 
 l40s = GpuModel("NVIDIA L40S", (8, 9))
 assert aot.compile_in_processes(l40s, launch, 2)
