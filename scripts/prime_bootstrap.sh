@@ -107,10 +107,12 @@ else
 fi
 
 say "installing pinned dependencies (a minute or two, more when torch must be downloaded)"
-# pip compiles bytecode on one core; compileall, which follows, on all of them.
+# Python 3.11's own pip takes twice as long to choose the files.
+.venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint "$constraints" --upgrade pip 2>/dev/null || true
+# pip compiles bytecode on one core; compileall, which follows, on all of them. Tests compile what they import.
 .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check "${index[@]}" --constraint "$constraints" --editable ".$extras" \
   || fail "installing failed: read the lines above; check the network and the free disk space, then run this again"
-.venv/bin/python -m compileall -qq -j 0 .venv/lib >/dev/null || true  # packages hold files for other Pythons
+[ "$extras" = "[test]" ] || .venv/bin/python -m compileall -qq -j 0 .venv/lib >/dev/null || true  # some are for other Pythons
 .venv/bin/python -c 'import torch, tamis; print(f"[bootstrap] torch {torch.__version__}, tamis {tamis.__version__}")' \
   || fail "torch or tamis cannot be imported from .venv: remove .venv and run this again"
 [ -z "$build" ] || .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \

@@ -131,7 +131,7 @@ def test_bootstrap_shows_each_gpu_and_installs_once(bare_machine: Path) -> None:
         assert done.stdout.splitlines()[-1].startswith("[bootstrap] next: bash scripts/train_m7c_prime.sh")
     assert bootstrap(bare_machine, "--from-script").stdout.splitlines()[-1].startswith("[bootstrap] GPU 0")
     calls = (bare_machine / ".venv" / "calls").read_text()
-    assert calls.count("pip install") == 1
+    assert calls.count("--editable") == 1
     assert "download.pytorch.org" not in calls
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ def set_process_defaults() -> None:
     """Set the defaults that are not set yet. Programs call this first, before anything imports torch."""
     for name, value in (DEFAULTS | cache_folders(os.environ)).items():
         os.environ.setdefault(name, value)
+    atexit.register(gc.freeze)  # the collection at the exit would visit all of torch for half a second
 
 
 def cache_folders(environment: Mapping[str, str]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
 from tamis.config import ConfigError
+from tamis.config.process import set_process_defaults
 from tamis.run.files.console import say
 from tamis.run.files.exit_codes import ExitCode
 from tamis.train.network import bind_collectives, meeting_address, meeting_store, own_address, served_store
@@ -103,6 +104,7 @@ def bound_options(arguments: list[str]) -> Namespace:
 
 
 def main(arguments: list[str]) -> int:
+    set_process_defaults()
     rendezvous_handler_registry.register(ONE_MACHINE, _one_machine)
     rendezvous_handler_registry.register(SEVERAL_MACHINES, _several_machines)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `main` reports failures itself
