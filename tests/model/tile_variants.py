@@ -8,29 +8,27 @@ from __future__ import annotations
 import json
 
 import torch
-import triton
-from triton import knobs
 
 from tamis.attention import NSASpec
 from tamis.attention.cache import NSACache
 from tamis.attention.decode import kernel_tile
+from tamis.attention.kernels.ahead_of_time import stop_after_compiling
 from tamis.attention.kernels.cache_writes import write_tile
+from tamis.attention.kernels.tuned import GpuModel
 from tamis.attention.layer import NSAAttention
 from tamis.attention.spec import DeviceStart, Start, latest_start
-from tests.attention.ahead_of_time import TargetDriver
 
 TILE, TILES, SPARE = 4096, 16, 32
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(TargetDriver(90))
-    seen: set[tuple[str, str]] = set()
+    seen: set[str] = set()
 
-    def note(*, key: str, fn, **rest: object) -> bool:  # type: ignore[no-untyped-def]
-        seen.add((fn.name, key))
-        return True  # neither compiled nor launched
+    def note(key: str) -> bool:
+        seen.add(key)
+        return False  # not compiled
 
-    knobs.runtime.jit_cache_hook = note
+    stop_after_compiling(GpuModel("", (9, 0)), note)
     capacity = TILE * TILES + SPARE
     layer = NSAAttention(768, 12, 2, 64, NSASpec(), max_len=capacity).to(torch.bfloat16).requires_grad_(False)
     cache = layer.layer_cache(1, capacity)
@@ -38,7 +36,7 @@ def main() -> None:
     for start in range(0, TILE * TILES, TILE):
         before = set(seen)
         read_tile(layer, cache, DeviceStart(capacity - TILE, where) if start else 0)
-        compiled.append(sorted(name for name, _ in seen - before))
+        compiled.append(sorted(key.split()[0] for key in seen - before))
     print(json.dumps(compiled))
 
 
