@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,29 @@ State = dict[str, Any]
 
 
 class BackgroundSave:
-    """Writes states with `write`, which gets a copy; the caller collects each result with `ended`."""
+    """Writes states with `write`, which gets a copy; the caller takes each result before it starts the next."""
 
     def __init__(self, write: Callable[[State], Path]) -> None:
         self._write = write
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._copies: dict[tuple[str, ...], Tensor] = {}
-        self._running: tuple[int, Future[Path]] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._running is not None and not self._running[1].done()
+        self._running: Future[Path] | None = None
 
     def start(self, state: State) -> None:
-        """Copy the state, and write the copy. The save before must have ended and been collected."""
+        """Copy the state, and write the copy."""
         assert self._running is None
-        self._running = state["step"], self._thread.submit(self._write, self._copied(state))
+        self._running = self._thread.submit(self._write, self._copied(state))
 
-    def ended(self, wait_for_it: bool) -> tuple[int, Future[Path]] | None:
-        """Return the step and the result of a save that has ended, once; None if there is none."""
-        if self._running is None or (self.is_running and not wait_for_it):
-            return None
+    @property
+    def has_ended(self) -> bool:
+        """Whether a result is there to be taken."""
+        return self._running is not None and self._running.done()
+
+    def result(self) -> Path:
+        """Wait for the save under way; return the checkpoint it wrote, or raise its error."""
+        assert self._running is not None
         running, self._running = self._running, None
-        wait([running[1]])
-        return running
+        return running.result()
 
     def has_room(self, state: State) -> bool:
         """Whether host memory holds the copy, with as much to spare."""

@@ -62,7 +62,8 @@ class Trainer:
         self.readback: AsyncReadback[LaunchedStep] = AsyncReadback(ranks.device)
         self.memory_dumps = MemoryDumps(config.runtime.mem_dump_every, self.run, ranks)
         self.step = self.saved_step = 0  # optimizer steps launched, and the step of the newest checkpoint
-        self.background = BackgroundSave(self._write) if saves_in_background(config, ranks) else None
+        self.background = BackgroundSave(self._write) if ranks.is_main else None
+        self.saving: int | None = None  # the step that rank 0 writes in the background
         self.data_error: DataError | None = None
         self.telemetry.beat("boot", 0)
 
@@ -142,8 +143,9 @@ class Trainer:
         try:
             return self._train()
         except BaseException:
-            with contextlib.suppress(Anomaly, OSError):
-                self.collect_save(wait=True)  # a checkpoint that is being written counts, whatever ended the training
+            if self.saving is not None and self.background is not None:  # it counts, whatever ended the training
+                with contextlib.suppress(Exception):
+                    self._report_save(self.saving, self.background.result)
             raise
 
     def _train(self) -> ExitCode:
@@ -153,7 +155,6 @@ class Trainer:
         while self.step < train.steps and reason is None:
             self.launch_step()
             reason = self.collect()
-            self.collect_save()
             if _is_due(self.step, train.save_every):
                 reason = self.collect(keep=0) or reason  # a step is saved only after its metrics have passed the guard
                 self.save()
@@ -172,7 +173,8 @@ class Trainer:
         fetch_s = batch.fetch_s if batch else 0.0
         self.telemetry.beat("progress", number, dt_fetch_s=round(fetch_s, 5))
         requested = self.signals.stop_requested
-        flags = [requested == reason for reason in STOP_REASONS]
+        has_saved = self.background is not None and self.background.has_ended
+        flags = [*(requested == reason for reason in STOP_REASONS), has_saved]
         tokens, offsets = (batch.tokens, batch.cu_seqlens) if batch else (None, None)
         with self.memory_dumps.around(number):
             metrics = self.train_step(tokens, number, flags, offsets)
@@ -207,7 +209,7 @@ class Trainer:
         requested: list[StopReason] = []
         for launched, values in self.readback.pop(self.readback.lag if keep is None else keep):
             end = len(values) - launched.selection_values
-            metrics = unpack_step(values[:end], len(STOP_REASONS))
+            metrics = unpack_step(values[:end], len(STOP_REASONS) + 1)
             selection = rows_of(values[end:], len(SELECTION_STATISTICS))
             if metrics.lacks_data:
                 self._end_without_data(launched)
@@ -215,7 +217,10 @@ class Trainer:
             if metrics.weights_differ:
                 raise_difference(self.train_step.decoder, self.ranks, launched.step)
             self.telemetry.finished(FinishedStep(launched, metrics.loss, metrics.grad_norm, metrics.gates, selection))
-            requested += [reason for reason, flag in zip(STOP_REASONS, metrics.flags, strict=True) if flag]
+            *stops, has_saved = metrics.flags
+            requested += [reason for reason, flag in zip(STOP_REASONS, stops, strict=True) if flag]
+            if has_saved:
+                self.collect_save()
         return requested[0] if requested else None
 
     def _end_without_data(self, launched: LaunchedStep) -> None:
@@ -275,22 +280,25 @@ class Trainer:
 
     def save_if_new(self) -> None:
         """Save this step unless it is saved, and wait until the checkpoint is written."""
-        self.collect_save(wait=True)
+        self.collect_save()
         if self.step != self.saved_step:
             self.save()
-            self.collect_save(wait=True)
+            self.collect_save()
 
     def save(self) -> None:
         """Write a checkpoint of this step. A failed save loses no earlier one; too many unsaved steps end the run.
 
-        On one GPU a thread writes it while training goes on, and `collect_save` reports the result.
+        On GPUs a thread of rank 0 writes it while training goes on, and `collect_save` reports the result.
         """
-        self.collect_save(wait=True)
-        if self.background is not None and self.background.has_room(state := self._state()):
-            self.background.start(state)
+        self.collect_save()
+        state = self._state()
+        has_room = self.background is None or self.background.has_room(state)
+        if saves_in_background(self.config, self.ranks) and all(self.ranks.gather(has_room)):
+            self.saving = self.step
+            if self.background is not None:
+                self.background.start(state)
         else:
             self.telemetry.beat("checkpoint", self.step)
-            state = self._state()
             self._report_save(self.step, lambda: self.ranks.together(lambda: self._write(state)))
         self.telemetry.pause()
 
@@ -298,16 +306,14 @@ class Trainer:
         sharded = is_sharded(self.config, self.ranks)
         return save_checkpoint(self.run, state, self.config, sharded, self.ranks.is_main, self.ranks.together)
 
-    def collect_save(self, wait: bool = False) -> None:
-        """Report a save in the background that has ended; with `wait`, wait for one that has not."""
-        if self.background is None:
+    def collect_save(self) -> None:
+        """Wait for the save in the background, if there is one, and report its result on all ranks."""
+        if self.saving is None:
             return
-        if wait and self.background.is_running:
-            self.telemetry.beat("checkpoint", self.step)
-        if (ended := self.background.ended(wait)) is not None:
-            step, written = ended
-            self.telemetry.beat("checkpoint", step)
-            self._report_save(step, written.result)
+        step, self.saving = self.saving, None
+        self.telemetry.beat("checkpoint", step)
+        path, background = self.run.checkpoint(step), self.background
+        self._report_save(step, lambda: self.ranks.together(lambda: background.result() if background else path))
 
     def _report_save(self, step: int, write: Callable[[], Path]) -> None:
         try:
@@ -369,11 +375,8 @@ class Trainer:
 
 
 def saves_in_background(config: Config, ranks: Ranks) -> bool:
-    """Whether a thread writes checkpoints: with one process, whose GPU trains meanwhile.
-
-    Several ranks must learn of a failed save at the same step, and a CPU that trains has no time to spare.
-    """
-    return ranks.device.type == "cuda" and ranks.world_size == 1 and not is_sharded(config, ranks)
+    """Whether a thread writes checkpoints. A CPU that trains has no time to spare, and all ranks write shards."""
+    return ranks.device.type == "cuda" and not is_sharded(config, ranks)
 
 
 def _remedy_for_save(error: OSError, run: RunDirectory) -> str:
