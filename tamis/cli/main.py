@@ -30,6 +30,7 @@ from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import RunLocked
 
 OTHER_VERBS = {  # verbs of other tools and what does the same here
+    "autotune": "tune",
     "benchmark": "bench",
     "chat": "generate",
     "doctor": "check",

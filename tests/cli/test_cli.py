@@ -28,7 +28,7 @@ VERBS = {
     "check", "verify", "verify-checkpoint", "causality", "estimate", "config show", "config validate",
     "config twin",
     "generate", "serve", "eval", "export", "convert", "data prepare", "data check",
-    "profile", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",
+    "profile", "tune", "bench attention", "bench peers", "bench paths", "bench train", "bench decode", "bench needle",
     "bench positions",
 }  # fmt: skip
 
