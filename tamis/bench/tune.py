@@ -36,6 +36,7 @@ from tamis.bench.attention import median_ms
 from tamis.config import Config
 from tamis.model import DTYPES
 from tamis.run.files.console import say
+from tamis.train.tools.early_compile import processes_that_fit
 
 TOKENS = 65536  # per call
 OTHER_CHOICES = 1e-3  # share of block ids that may differ: equal scores, rounded otherwise
@@ -93,7 +94,7 @@ def measure_tiles(shape: TuneShape, processes: int | None = None) -> dict[str, A
     gpu, path = require_gpu(shape), tiles_file()
     if path is None:
         raise ValueError("TAMIS_TILES is off, so there is no file to store tiles in: unset it, or name a file")
-    compile_candidates(shape, gpu, processes or max(1, (os.cpu_count() or 2) - 1))
+    compile_candidates(shape, gpu, processes or processes_that_fit())
     say(f"timing at {shape.length:,} tokens, {shape.key}, on {gpu.name}", sys.stderr)
     rows: list[dict[str, Any]] = []
     for each in kernel_calls(shape, device):

@@ -56,7 +56,7 @@ def tune(
         int | None, typer.Option(min=1, help="tokens of a sequence; by default those of the config, at most 65,536")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="that compile; by default one per core, less one")
+        int | None, typer.Option(min=1, help="that compile; by default one per core, at most 16")
     ] = None,
 ) -> None:
     """Time candidate tiles of the attention kernels on this GPU and store the fastest, for later runs to use.

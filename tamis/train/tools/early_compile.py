@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
+from tamis.config.size import GIB
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,8 +86,12 @@ def main() -> int:
     if config.runtime.device == "cpu" or not gpus:
         return 0
     gpu = GpuModel(gpus[0].name, read_capability(gpus[0]))
-    processes = min(MOST_PROCESSES, (os.cpu_count() or 2) - 1)
-    return 0 if compile_in_processes(gpu, lambda: launch_kernels(config), processes) else 1
+    return 0 if compile_in_processes(gpu, lambda: launch_kernels(config), processes_that_fit()) else 1
+
+
+def processes_that_fit() -> int:
+    """How many processes may compile at once: a core is left free, and each takes up to half a GiB."""
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1, psutil.virtual_memory().available // GIB))
 
 
 def launch_kernels(config: Config) -> None:
