@@ -39,7 +39,7 @@ from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tuned import with_fallback
-from tamis.attention.packing import PackedTables
+from tamis.attention.packing import PackedTables, ids_in_documents, ids_in_row
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
@@ -73,7 +73,7 @@ def run_forward(
     """
     geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-    ids = None if block_ids is None else _ids_in_row(block_ids, tables)
+    ids = None if block_ids is None else ids_in_row(block_ids, tables)
     branches = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     return with_fallback(lambda: attend(q, branches, gates, geometry, packed=tables, scale=scale, ids=ids))
 
@@ -188,11 +188,10 @@ nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 class _EagerAttention(torch.autograd.Function):
     """The two operations without torch's dispatcher, which takes the host longer than all launches before the first
-    long kernel."""
+    long kernel. The kernels of the forward pass are launched before, so that the GPU does not wait for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = run_forward(*inputs)
+    def forward(ctx: Any, output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, ...]:
         _save(ctx, inputs, output)
         ctx.mark_non_differentiable(*output[1:])
         return output
@@ -202,13 +201,17 @@ class _EagerAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         packed, *tensors = ctx.saved_tensors
         gradients = run_backward(dout, *tensors, ctx.spec, packed, *ctx.numbers)  # type: ignore[call-arg]
-        return *gradients, None, None, None, None, None, None
+        return None, *gradients, None, None, None, None, None, None
 
 
 def attention(*inputs: Any) -> tuple[Tensor, ...]:
     """`nsa_forward` with gradients, on the shortest way: tracers and dispatch modes need the registered operation."""
     traced = torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or is_in_torch_dispatch_mode()
-    return nsa_forward(*inputs) if traced else _EagerAttention.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+    if traced:
+        return nsa_forward(*inputs)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        output = run_forward(*inputs)
+    return _EagerAttention.apply(output, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @lru_cache
@@ -237,21 +240,6 @@ def select_blocks(
 @select_blocks.register_fake
 def _(q, k_cmp, spec, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], spec[3]), dtype=torch.int32)
-
-
-def ids_in_documents(ids: Tensor, tables: PackedTables) -> Tensor:
-    """Ids counted from the row's first block, as ids counted from the first block of each token's document."""
-    return (ids - _first_block(tables, ids)).where(ids >= 0, -1)
-
-
-def _ids_in_row(ids: Tensor, tables: PackedTables | None) -> Tensor:
-    """The inverse of `ids_in_documents`; a copy, because an operation may not return its input."""
-    return ids.clone() if tables is None else (ids + _first_block(tables, ids)).where(ids >= 0, -1)
-
-
-def _first_block(tables: PackedTables, ids: Tensor) -> Tensor:
-    """The first selection block of each token's document, as ids are laid out."""
-    return tables.token[2 : 4 * ids.shape[1] : 4, None, None]
 
 
 def _tables(packed: Tensor | None, documents: int, longest: int, q: Tensor, spec: NSASpec) -> PackedTables | None:

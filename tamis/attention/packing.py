@@ -160,6 +160,21 @@ class PackedTables:
         return cls(token, compressed, tile, block, block_slots(documents, tokens, spec), documents, longest)
 
 
+def ids_in_documents(ids: Tensor, tables: PackedTables) -> Tensor:
+    """Ids counted from the row's first block, as ids counted from the first block of each token's document."""
+    return (ids - _first_block(tables, ids)).where(ids >= 0, -1)
+
+
+def ids_in_row(ids: Tensor, tables: PackedTables | None) -> Tensor:
+    """The inverse of `ids_in_documents`; a copy, because an operation may not return its input."""
+    return ids.clone() if tables is None else (ids + _first_block(tables, ids)).where(ids >= 0, -1)
+
+
+def _first_block(tables: PackedTables, ids: Tensor) -> Tensor:
+    """The first selection block of each token's document, as ids are laid out."""
+    return tables.token[2 : 4 * ids.shape[1] : 4, None, None]
+
+
 def block_slots(documents: int, tokens: int, spec: NSASpec) -> int:
     """A bound on the selection blocks of so many documents: each may end with a partial one."""
     return tokens // spec.l_sel + documents
