@@ -209,9 +209,7 @@ def attention(*inputs: Any) -> tuple[Tensor, ...]:
     traced = torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or is_in_torch_dispatch_mode()
     if traced:
         return nsa_forward(*inputs)  # type: ignore[no-any-return]
-    with torch.no_grad():
-        output = run_forward(*inputs)
-    return _EagerAttention.apply(output, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _EagerAttention.apply(run_forward(*inputs), *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @lru_cache

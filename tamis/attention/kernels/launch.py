@@ -20,6 +20,7 @@ LOG2E = 1.4426950408889634
 
 FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
+NUMBERS = frozenset((int, float, bool, type(None)))  # arguments that are no tensors; `isinstance(x, Tensor)` is slow
 
 
 MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
@@ -135,7 +136,7 @@ class PreparedLaunch:
             driver = triton.runtime.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
             # Addresses, because the launcher would ask the CUDA driver about every tensor.
-            first_values = [x.data_ptr() if isinstance(x, Tensor) else x for x in first]
+            first_values = [x if type(x) in NUMBERS else x.data_ptr() for x in first]
             compiled.run(
                 *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *first_values,
                 *self._rest,
@@ -166,7 +167,7 @@ class PreparedKernel:
         if constants.get("COPIED"):
             self._kernel[grid](*arguments, **constants)
             return
-        kinds = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in arguments]
+        kinds = [x if type(x) in NUMBERS else (x.dtype, x.data_ptr() % 16 == 0) for x in arguments]
         key = (grid, arguments[0].device, *kinds, *constants, *constants.values())
         launch = self._launches.get(key)
         if launch is None:
