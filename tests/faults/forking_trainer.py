@@ -6,6 +6,7 @@ line "PID CODE" when it ends. `slow` makes a part of the trainer stand still for
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -162,8 +163,11 @@ class TrainerServer:
 
 
 def serve() -> None:
+    gc.disable()  # imports make no garbage
     from tamis.train import main as trainer
 
+    gc.freeze()  # so that no collection in a fork visits what is imported
+    gc.enable()
     unread = b""
     while True:
         ready = select.select([0], [], [], 0.01)[0]

@@ -45,9 +45,7 @@ TINY = [
 WAIT_S = 200.0  # far more than anything here takes: a hang must fail the test, not the suite
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["tamis.train.main", "torch.distributed.fsdp", "tamis.checkpoint.sharded", "torch._dynamo", "torch._inductor"]
-)
+context.set_forkserver_preload(["tests.train.imported"])
 
 
 def tiny_config(out_dir: Path, *overrides: str) -> Config:
