@@ -148,13 +148,15 @@ def test_a_smoke_test_owns_the_directory_of_its_run_and_a_halt_there_stops_it(he
     assert not out.halt.exists() and not RunLock(out.launch_lock).is_held()
 
 
-def test_a_launch_is_supervised_and_leaves_the_documented_files(here: Path) -> None:
-    done = command_line("launch", "mine.yaml", "train.tensorboard=false")
+def test_a_launch_of_two_processes_is_supervised_and_leaves_the_documented_files(here: Path) -> None:
+    done = command_line("launch", "mine.yaml", "--processes", "2", "train.tensorboard=false")
     assert done.returncode == 0, done.stdout
     run = RunDirectory(here / "out")
     assert "train.tensorboard: True → False" in run.run_info.read_text()
     assert "step 3/3" in run.train_log.read_text()
-    assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["start", "end"]
+    start, end = (json.loads(line) for line in run.events.read_text().splitlines())
+    assert (start["event"], start["reason"], end["event"]) == ("start", "2 workers from the beginning", "end")
+    assert run.heartbeat(1).exists()
 
 
 @pytest.mark.parametrize(
