@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import Any
 
 gc.disable()  # imports and collected tests make no garbage; pytest_collection_finish enables it
 
@@ -26,31 +27,55 @@ if not torch.cuda.is_available():
 settings.register_profile("tamis", deadline=None, derandomize=True)
 settings.load_profile("tamis")
 
-# A long file that starts when the other processes are done would be waited for alone. Files not named are short.
+# A long file that starts when the other processes are done would be waited for alone. Files not named are short. The
+# first one takes minutes on a machine that has not compiled the kernels before.
 LONGEST = (
-    "tests.test_production_runbooks",
-    "tests.faults.test_real_trainer",
-    "tests.test_runbooks",
-    "tests.test_clean_install",
     "tests.attention.kernels.test_compile",
-    "tests.faults.test_torchrun",
     "tests.faults.test_supervised_faults",
-    "tests.model.test_compile",
-    "tests.attention.kernels.test_selected",
-    "tests.attention.test_decode",
-    "tests.attention.kernels.test_copied",
-    "tests.attention.test_packing",
+    "tests.faults.test_real_trainer",
     "tests.train.test_distributed_faults",
-    "tests.train.test_distributed_machines",
-    "tests.faults.test_stopping",
+    "tests.train.test_resume",
+    "tests.test_production_runbooks",
+    "tests.test_runbooks",
+    "tests.attention.test_decode",
+    "tests.test_clean_install",
+    "tests.remote.test_remote",
+    "tests.faults.test_torchrun",
+    "tests.model.test_compile",
+    "tests.test_readme",
+    "tests.run.copies.test_child_process",
+    "tests.data.test_hub",
     "tests.model.test_cache",
+    "tests.attention.test_packing",
+    "tests.attention.kernels.test_selected",
+    "tests.faults.test_stopping",
+    "tests.attention.test_library",
+    "tests.cli.test_launch",
+    "tests.attention.test_reference",
+    "tests.bench.test_needle",
 )
+
+# Their tests fork ranks from a server that takes four seconds to start, one in each process.
+FORKING = (("tests/train/test_distributed",), ("tests/train/", "tests/checkpoint/"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first; the order within a file stays."""
     rank = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.module.__name__, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file to one process, as `--dist loadscope` does, and files that fork ranks to two of all."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((group[0] for group in FORKING if file.startswith(group)), file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_finish() -> None:
