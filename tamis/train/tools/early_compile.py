@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GPU_DRIVER = Path("/dev/nvidiactl")
 LEAST_CORES = 4  # with fewer, processes that compile keep the worker from its own work
 MOST_PROCESSES = 16
-PATIENCE_S = 180.0
+PATIENCE_S = 60.0
 PROOF_DOCUMENTS = 5  # of the packed row that is compared with the reference
 _started: subprocess.Popen[bytes] | None = None
 
