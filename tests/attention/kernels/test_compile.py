@@ -3,9 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -23,21 +24,32 @@ SHAPES = {
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 SMALL_MEMORY = 99 << 10  # of an L40S; test_tuned.py has the kernels that need other tiles there
 PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
+Compiled = Callable[[int], dict[str, dict[str, dict]]]
 pytestmark = pytest.mark.timeout(PATIENCE_S + 50)
 
 
-@cache
-def compiled(arch: int) -> dict[str, dict[str, dict]]:
-    """What each kernel needs, by shape and name; in a process that compiles rather than interprets."""
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compiled]:
+    """What each kernel needs, by shape and name. Both architectures compile at once: each takes a minute at first."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.attention.ahead_of_time", str(arch), *SHAPES[arch]]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    command, pipes = [sys.executable, "-m", "tests.attention.ahead_of_time"], {"stdout": PIPE, "stderr": PIPE}
+    running = {
+        arch: Popen([*command, str(arch), *SHAPES[arch]], env=environment, text=True, **pipes) for arch in SHAPES
+    }
+
+    @cache
+    def needs(arch: int) -> dict[str, dict[str, dict]]:
+        output, errors = running[arch].communicate(timeout=PATIENCE_S)
+        assert running[arch].returncode == 0, errors[-2000:]
+        return json.loads(output.splitlines()[-1])
+
+    yield needs
+    for process in running.values():
+        process.kill()
 
 
 @pytest.mark.parametrize("arch", SHAPES)
-def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
+def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch: int, compiled: Compiled) -> None:
     kernels = {name: needs for shape in compiled(arch).values() for name, needs in shape.items()}
     assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS, *(DECODE if arch == 90 else ())}
     assert {name: k["shared"] for name, k in kernels.items() if k["shared"] > SHARED_MEMORY[arch]} == {}
@@ -52,7 +64,7 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch):
         assert spills == {}, "head dim 128 keeps its sums in registers"
 
 
-def test_all_but_two_tiles_of_an_a100_fit_smaller_gpus() -> None:
+def test_all_but_two_tiles_of_an_a100_fit_smaller_gpus(compiled: Compiled) -> None:
     shapes = (kernels for shape, kernels in compiled(80).items() if not shape.endswith(":256"))
     kernels = {name: needs["shared"] for shape in shapes for name, needs in shape.items()}
     too_large = {name.split()[0] for name, shared in kernels.items() if shared > SMALL_MEMORY}
@@ -72,7 +84,7 @@ def may_spill(name: str) -> int:
 
 
 @pytest.mark.parametrize("arch", SHAPES)
-def test_the_selected_branch_does_not_spill(arch: int) -> None:
+def test_the_selected_branch_does_not_spill(arch: int, compiled: Compiled) -> None:
     shapes = [compiled(arch)[shape] for shape in ("bfloat16:6:64", "bfloat16:16:128")]
     selected = {name: k for kernels in shapes for name, k in kernels.items() if name.startswith(SELECTED)}
     assert {name: k["stack"] for name, k in selected.items() if k["stack"] > may_spill(name)} == {}
