@@ -7,11 +7,11 @@ JSON.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
+import os
 import sys
-import tempfile
-from pathlib import Path
+import warnings
+from subprocess import PIPE, Popen
+from typing import Any
 
 import torch
 import triton
@@ -19,43 +19,41 @@ import triton
 from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
 from tamis.attention.kernels.tuned import GpuModel
 from tamis.attention.spec import NSASpec
+from tests.attention.compile_record import RECORD, Measured, Needs, use_record
 
 TUNED_WITH = "3.6."  # the Triton whose code was measured; there no kernel that may not spill does
 # Bytes of spilled registers. Triton 3.7.1 spills 16 of the selected branch's backward kernel and of the decode kernel.
 MOST_STACK = 0 if triton.__version__.startswith(TUNED_WITH) else 16
+PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+def start_compiling(module: str, *arguments: object) -> Popen[str]:
+    """Start a program that compiles without a GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return Popen(command, env=environment, text=True, stdout=PIPE, stderr=PIPE)
 
 
-def record_launches(arch: int) -> dict[str, object]:
-    """From now on launches compile for `arch` and land, compiled, in the returned dict."""
-    compiled: dict[str, object] = {}
+def report_of(process: Popen[str]) -> Any:
+    """What such a program printed last; warns if it compiled kernels that are not recorded."""
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors[-2000:]
+    if RECORD.name in errors:
+        warnings.warn(errors.splitlines()[-1], stacklevel=2)
+    return json.loads(output.splitlines()[-1])
 
-    def record(function, kernel, constants) -> None:  # type: ignore[no-untyped-def]
+
+def record_launches(arch: int) -> dict[str, Needs]:
+    """From now on launches compile for `arch`, and what their kernels need lands in the returned dict."""
+    compiled: dict[str, Needs] = {}
+
+    def record(function: Any, kernel: Measured, constants: dict[str, Any]) -> None:
         numbers = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages", "PRECISION")}
-        compiled[f"{function.__name__} #{len(compiled)} {numbers}"] = kernel
+        compiled[f"{function.__name__} #{len(compiled)} {numbers}"] = kernel.needs
 
+    use_record()
     stop_after_compiling(GpuModel("", divmod(arch, 10)), on_compiled=record)
     return compiled
-
-
-def resources(kernel) -> dict[str, int | bool]:  # type: ignore[no-untyped-def]
-    """Registers, stack (spills) and shared memory in bytes, and whether it multiplies on Hopper's own instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()  # type: ignore[union-attr]
-    ptx = kernel.asm["ptx"]
-    return {
-        "registers": int(registers),
-        "stack": int(stack),
-        "shared": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "mma": len(re.findall(r"\bmma\.sync", ptx)),
-    }
 
 
 def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
@@ -87,11 +85,22 @@ def launch_step(
     decode(q, *caches, gates, torch.empty(batch, dtype=torch.int64), spec)
 
 
+def launch_usual_steps(arch: int) -> None:
+    """One query for each of few and of many sequences of 65,536 tokens."""
+    from tamis.attention.kernels.decode import splits, step
+
+    splits.is_ampere, step.launches_early = lambda q: arch < 90, lambda q: arch >= 90
+    for batch, heads, dim in ((1, 12, 64), (64, 12, 64), (1, 32, 128)):
+        q, gates = (torch.empty(batch, heads, n, dtype=torch.bfloat16) for n in (dim, 3))
+        caches = [torch.empty(batch, n, 2, 2, dim, dtype=torch.bfloat16) for n in (4096, 65536, 512)]
+        step.decode(q, *caches, gates, torch.zeros(batch, dtype=torch.int64), NSASpec())
+
+
 def main() -> None:
     """Print what the kernels of each shape need; a kernel that two shapes share counts for the first."""
     arch = int(sys.argv[1])
     compiled = record_launches(arch)
-    report: dict[str, dict[str, dict[str, int | bool]]] = {}
+    report: dict[str, dict[str, Needs]] = {}
     for shape in sys.argv[2:] or ["bfloat16:6:64", "bfloat16:16:128", "float32:6:64"]:
         name, heads, dim = shape.split(":")
         already = set(compiled)
@@ -100,11 +109,14 @@ def main() -> None:
             launch_everything(torch.bfloat16, int(heads), int(dim), tokens=8192)
             if arch >= 90 or not already:  # a tile takes as much as a sequence: one shape shows that it compiles
                 launch_tile(torch.bfloat16, int(heads), int(dim))
-        if not already and arch >= 90:  # tests/attention/test_decode.py compiles the usual windows
+        if not already and arch >= 90:  # the usual windows follow
             launch_step(torch.bfloat16, 6, 64, batch=1, window=1)
-        report[shape] = {name: resources(compiled[name]) for name in compiled if name not in already}
+        report[shape] = {name: compiled[name] for name in compiled if name not in already}
         for kernel, needs in report[shape].items():
             print(kernel[:150], needs)
+    already = set(compiled)
+    launch_usual_steps(arch)
+    report["decode"] = {name: compiled[name] for name in compiled if name not in already}
     print(json.dumps(report))
 
 

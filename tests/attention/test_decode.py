@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.ahead_of_time import MOST_STACK
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, assert_chosen_alike, relative_rmse
 
 # After devices, which sets up the interpreter.
@@ -225,38 +221,6 @@ def test_a_device_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["tamis.attention.verify"], "nsa_decode", doubled)  # not the function
     with pytest.raises(RuntimeError, match="is wrong on cpu: FAIL decode out"):
         require_decode(torch.device("cpu"), torch.float32, 2, 1, 16, NSASpec(4, 2, 4, 3, 6))
-
-
-COMPILE = """
-import json, sys, torch
-from tests.attention.ahead_of_time import record_launches, resources
-arch = int(sys.argv[1])
-compiled = record_launches(arch)
-from tamis.attention.kernels.decode import splits, step as decode_kernels
-from tamis.attention.spec import NSASpec
-splits.is_ampere, decode_kernels.launches_early = lambda q: arch < 90, lambda q: arch >= 90
-empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
-for batch, heads, dim in ((1, 12, 64), (64, 12, 64), (1, 32, 128)):
-    kept = [empty(batch, n, 2, 2, dim) for n in (4096, 65536, 512)]
-    positions = torch.zeros(batch, dtype=torch.int64)
-    decode_kernels.decode(empty(batch, heads, dim), *kept, empty(batch, heads, 3), positions, NSASpec())
-early = [kernel.metadata.launch_pdl for kernel in compiled.values()]
-print(json.dumps([early, [resources(kernel) for kernel in compiled.values()]]))
-"""
-
-
-@pytest.mark.parametrize(("arch", "shared"), [(80, 163 << 10), (90, 227 << 10)])
-def test_every_kernel_compiles_for_the_gpus_served_without_spilling(arch: int, shared: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, str(arch)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    early, kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len(kernels) == 5  # few and many sequences scan with tiles of their own
-    assert any(early) == (arch >= 90)
-    for needs in kernels:
-        assert needs["stack"] <= MOST_STACK
-        assert needs["shared"] <= shared
 
 
 @pytest.mark.parametrize(

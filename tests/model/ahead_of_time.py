@@ -7,12 +7,11 @@ is JSON.
 from __future__ import annotations
 
 import json
-import re
 import sys
 
 import torch
 
-from tests.attention.ahead_of_time import record_launches, resources
+from tests.attention.ahead_of_time import record_launches
 
 ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 
@@ -65,17 +64,12 @@ def write_all_caches(dtype: torch.dtype) -> None:
             write_dense(layer, step, cache.cached_BT2GD, positions)
 
 
-def narrow_loads(kernel) -> int:  # type: ignore[no-untyped-def]
-    """Count loads of one number where a thread could load 16 bytes."""
-    return len(re.findall(r"ld\.global\.[bu](?:16|32)\s", kernel.asm["ptx"]))
-
-
 def main() -> None:
     compiled = record_launches(int(sys.argv[1]))
     for dtype in (getattr(torch, name) for name in sys.argv[2:]):
         launch_everything(dtype)
         write_all_caches(dtype)
-    print(json.dumps({name: resources(k) | {"narrow_loads": narrow_loads(k)} for name, k in compiled.items()}))
+    print(json.dumps(compiled))
 
 
 if __name__ == "__main__":

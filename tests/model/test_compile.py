@@ -1,11 +1,8 @@
 """The model's own kernels compile for A100 and H100 in their precisions, load 16 bytes at once and do not spill."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.attention.ahead_of_time import report_of, start_compiling
 
 # Both half precisions differ in one conversion; one architecture shows that it compiles.
 DTYPES = {80: ["bfloat16", "float32"], 90: ["bfloat16", "float16", "float32"]}
@@ -14,11 +11,7 @@ REGISTERS_OF_2048_THREADS = 32  # more, and a second row would not fit on the mu
 
 @pytest.mark.parametrize("arch", DTYPES)
 def test_kernels_load_wide_and_do_not_spill(arch: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.model.ahead_of_time", str(arch), *DTYPES[arch]]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=290)
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = json.loads(run.stdout.splitlines()[-1])
+    kernels = report_of(start_compiling("tests.model.ahead_of_time", arch, *DTYPES[arch]))
     cache_writes = {
         name: kernels.pop(name) for name in list(kernels) if name.startswith(("_compress", "_write", "_unroll"))
     }
@@ -38,11 +31,7 @@ def test_kernels_load_wide_and_do_not_spill(arch: int) -> None:
 
 
 def test_later_tiles_of_a_prompt_compile_no_kernel() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.model.tile_variants"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=140)
-    assert run.returncode == 0, run.stderr[-2000:]
-    first, second, *others = json.loads(run.stdout)
+    first, second, *others = report_of(start_compiling("tests.model.tile_variants"))
     # The first tile runs what training runs, the second adds a position, and the lists of long sequences.
     assert "_forward_kernel" in first
     assert "_forward_items" in second

@@ -1,20 +1,16 @@
 """Every kernel configuration we ship compiles for A100 and H100, fits their shared memory; hot kernels do not spill."""
 
-import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from subprocess import PIPE, Popen
 
 import pytest
 
-from tests.attention.ahead_of_time import MOST_STACK
+from tests.attention.ahead_of_time import MOST_STACK, PATIENCE_S, report_of, start_compiling
 
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
 OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
-DECODE = ("_scan_kernel", "_finish_kernel")  # for one architecture here; tests/attention/test_decode.py has the other
+DECODE = ("_scan_kernel", "_finish_kernel")
 COPIED = "_dkv_copied_kernel"  # on Hopper alone
 # dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
 SHAPES = {
@@ -23,27 +19,15 @@ SHAPES = {
 }
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 SMALL_MEMORY = 99 << 10  # of an L40S; test_tuned.py has the kernels that need other tiles there
-PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
 Compiled = Callable[[int], dict[str, dict[str, dict]]]
 pytestmark = pytest.mark.timeout(PATIENCE_S + 50)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
-    """What each kernel needs, by shape and name. Both architectures compile at once: each takes a minute at first."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command, pipes = [sys.executable, "-m", "tests.attention.ahead_of_time"], {"stdout": PIPE, "stderr": PIPE}
-    running = {
-        arch: Popen([*command, str(arch), *SHAPES[arch]], env=environment, text=True, **pipes) for arch in SHAPES
-    }
-
-    @cache
-    def needs(arch: int) -> dict[str, dict[str, dict]]:
-        output, errors = running[arch].communicate(timeout=PATIENCE_S)
-        assert running[arch].returncode == 0, errors[-2000:]
-        return json.loads(output.splitlines()[-1])
-
-    yield needs
+    """What each kernel needs, by shape and name. Both architectures compile at once, where there is something to."""
+    running = {arch: start_compiling("tests.attention.ahead_of_time", arch, *SHAPES[arch]) for arch in SHAPES}
+    yield cache(lambda arch: report_of(running[arch]))
     for process in running.values():
         process.kill()
 
@@ -51,7 +35,7 @@ def compiled() -> Iterator[Compiled]:
 @pytest.mark.parametrize("arch", SHAPES)
 def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch: int, compiled: Compiled) -> None:
     kernels = {name: needs for shape in compiled(arch).values() for name, needs in shape.items()}
-    assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS, *(DECODE if arch == 90 else ())}
+    assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS, *DECODE}
     assert {name: k["shared"] for name, k in kernels.items() if k["shared"] > SHARED_MEMORY[arch]} == {}
     hot = {name: k for name, k in kernels.items() if name.startswith((*HOT, COPIED)) and k["wgmma"] + k["mma"]}
     may_spill = ("_dkv_kernel",) if arch == 80 else ()  # 40 bytes; with half the keys it would not, and read all twice
@@ -93,3 +77,12 @@ def test_the_selected_branch_does_not_spill(arch: int, compiled: Compiled) -> No
     assert {name.split()[0] for name in multiplying} == set(MULTIPLYING) - on_hopper_alone
     if arch == 90:
         assert all(k["wgmma"] and not k["mma"] for k in multiplying.values()), "not on Hopper's own matrix instructions"
+
+
+@pytest.mark.parametrize("arch", SHAPES)
+def test_the_kernels_of_a_decode_step_do_not_spill(arch: int, compiled: Compiled) -> None:
+    kernels = compiled(arch)["decode"].values()
+    assert len(kernels) == 5  # few and many sequences scan with tiles of their own
+    assert any(k["launches_early"] for k in kernels) == (arch >= 90)
+    assert max(k["stack"] for k in kernels) <= MOST_STACK
+    assert max(k["shared"] for k in kernels) <= SHARED_MEMORY[arch]
