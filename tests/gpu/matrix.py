@@ -1,9 +1,10 @@
 """Every combination the kernels accept, in small, against the reference on a GPU: `python -m tests.gpu.matrix`.
 
 Head dims 16 to 256 by 16 in every dtype, 1 to 64 heads per group, odd and even lengths, both forms of the selected
-branch, large logits, packed documents, and one batch of more than 2^31 elements; outputs and all gradients. The full
-product would take hours, so every dim meets every dtype, and group sizes are spread over the dims. Workers compile and
-run their cases in parallel. Prints the worst error of each dtype, then one line of JSON.
+branch, large logits, gates of both signs, packed documents, and batches of more than 2^31 elements; outputs and all
+gradients. The full product would take hours, so every dim meets every dtype, and group sizes are spread over the dims;
+head dim 64, which has kernels of its own on Hopper, meets them all. Workers compile and run their cases in parallel.
+Prints the worst error of each dtype, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class MatrixCase:
     batch: int = 1
     scale: float = 1.0  # of the queries
     packed: bool = False
+    signed_gates: bool = False  # a part is negative, a part 0
     check_last: bool = False  # compare only the last sequence: the reference would not fit
 
     @property
@@ -54,10 +56,15 @@ def all_cases() -> list[MatrixCase]:
                 heads = min(heads, 32)  # more are refused
             cases.append(MatrixCase(dtype, dim, heads, tokens=1280 if even else 1349, batch=2 if even else 1))
     cases += [MatrixCase(dtype, dim, 6, scale=LARGE_LOGITS) for dtype in DTYPES for dim in (64, 128, 256)]
-    shapes = ((64, 6), (128, 16), (128, 6), (96, 3), (256, 2))
+    cases += [
+        MatrixCase(DTYPES[i % 2], 64, heads, tokens=1349 - i, batch=3, signed_gates=True)
+        for i, heads in enumerate(HEADS_PER_GROUP)
+    ]
+    shapes = ((64, 6), (64, 3), (128, 16), (128, 6), (96, 3), (256, 2))
     cases += [MatrixCase(dtype, *shape, tokens=sum(DOCUMENTS), packed=True) for dtype in DTYPES[:2] for shape in shapes]
     cases.append(MatrixCase("float32", 64, 6, tokens=sum(DOCUMENTS), packed=True))
-    cases.append(MatrixCase("bfloat16", 128, 16, tokens=2001, batch=264, check_last=True))
+    large = ((128, 16), (64, 32))
+    cases += [MatrixCase("bfloat16", *shape, tokens=2001, batch=264, check_last=True) for shape in large]
     return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
 
 
@@ -73,6 +80,8 @@ def run_case(case: MatrixCase) -> dict[str, float]:
     else:
         inputs = random_inputs("cuda", dtype, heads, case.groups, case.dim, spec, case.tokens, batch=case.batch)
     inputs[0] *= case.scale
+    if case.signed_gates:
+        inputs[-1] = torch.where(inputs[-1] < 0.4, 0.0, inputs[-1] - 0.6)
     offsets = None
     if case.packed:
         offsets = torch.tensor([0, *DOCUMENTS, 0], device="cuda").cumsum(0, dtype=torch.int32)
