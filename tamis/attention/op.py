@@ -322,7 +322,7 @@ def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constex
 @PreparedKernel
 @triton.jit
 def _delta_kernel(
-    dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, rows,
+    dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, plane,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = BM // HEADS
@@ -342,7 +342,7 @@ def _delta_kernel(
         product = tl.sum(grad * value, 1)
         gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
         tl.store(dgates + row * 3 + branch, product.to(dgates.dtype.element_ty), mask=alive)
-        at_scalar = branch * rows + (b * H + h) * S + s
+        at_scalar = branch * plane + (b * H + h) * S + s
         tl.store(weights + at_scalar, gate, mask=alive)
         tl.store(delta + at_scalar, gate * product, mask=alive)
 
@@ -368,11 +368,12 @@ def mix_backward(
     dout = unit_last_stride(dout)
     B, S, H, D = cmp.shape
     heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
+    plane = rows + -rows % 4  # each branch's begins at a multiple of 16 bytes, where a copy may begin
     block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
     dgates = torch.empty_like(gates)
-    weights, delta = (torch.empty(3, B, H, S, dtype=torch.float32, device=cmp.device) for _ in range(2))
+    weights, delta = torch.empty(2, 3, plane, dtype=torch.float32, device=cmp.device)[..., :rows].view(2, 3, B, H, S)
     _delta_kernel[(H // heads * cdiv(S, block // heads) * B,)](
-        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, rows,
+        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, plane,
         D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return dgates, weights, delta

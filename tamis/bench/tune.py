@@ -22,7 +22,7 @@ from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
 from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
-from tamis.attention.kernels.launch import copies_tiles, padded, takes_halves
+from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward
 from tamis.attention.kernels.selected.union import union_forward
@@ -167,7 +167,10 @@ def launch_candidates(shape: TuneShape, gpu: GpuModel) -> None:
 
 
 def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]:
-    """Every kernel that has candidates, with inputs like those of training. The union is timed where it is used."""
+    """Every kernel that has candidates, with inputs like those of training. The union is timed where it is used.
+
+    The kernels of `banded/hopper.py` have no candidates: where they replace a kernel, that one is not timed.
+    """
     spec, R = shape.spec, shape.heads // shape.groups
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = attention_inputs(shape, shape.length, device)
     dout = torch.randn_like(q)
@@ -177,7 +180,8 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         window = window_forward(q, k_win, v_win, spec, trusted=True)
         return [*window, *compressed_forward(q, k_cmp, v_cmp, spec, trusted=True)]
 
-    yield KernelCall("forward" + copied, forward)
+    if not (R % 2 == 0 and specializes_warps(q, k_cmp, v_cmp)):
+        yield KernelCall("forward" + copied, forward)
     win, lse_win, cmp, lse_cmp = forward()
     yield KernelCall("score", lambda: [select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)])
     ids = select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)
@@ -189,7 +193,8 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         (compressed_band(k_cmp, v_cmp, spec), Rows(lse_cmp, weights[0], delta[0])),
     )
     dkv = "dkv_copied" if copies_rows(q, dout, R) else "dkv"
-    yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
+    if not specializes_warps(q, dout):
+        yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
     def query_gradient() -> list[Tensor]:
         dq = torch.zeros_like(q)

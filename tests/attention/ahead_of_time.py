@@ -17,7 +17,11 @@ import torch
 import triton
 
 from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
+from tamis.attention.kernels.banded.keys import key_gradients
+from tamis.attention.kernels.banded.queries import Rows, banded_forward
 from tamis.attention.kernels.tuned import GpuModel
+from tamis.attention.op import compressed_band, window_band
+from tamis.attention.packing import PackedTables, table_sizes
 from tamis.attention.spec import NSASpec
 from tests.attention.compile_record import RECORD, Measured, Needs, use_record
 
@@ -59,6 +63,20 @@ def record_launches(arch: int) -> dict[str, Needs]:
 def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
     """Every branch, forward and backward, once."""
     launch_attention(dtype, 2 * heads_per_group, 2, dim, NSASpec(), tokens)
+
+
+def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
+    """Forward, dk and dv of the dense branches on a packed row."""
+    spec, groups, documents = NSASpec(), 2, 3
+    heads = groups * heads_per_group
+    with torch.device("meta"):
+        flat = torch.empty(sum(table_sizes(documents, tokens, spec)), dtype=torch.int32)
+        tables = PackedTables.of(flat, documents, tokens, tokens, spec)
+        q = torch.empty(1, tokens, heads, dim, dtype=dtype)
+        for band_of, keys in ((window_band, tokens), (compressed_band, spec.compressed_blocks(tokens))):
+            band = band_of(*(torch.empty(1, keys, groups, dim, dtype=dtype) for _ in range(2)), spec, tables)
+            out, lse = banded_forward(q, band)
+            key_gradients(q, band, Rows(lse, lse, lse), out)
 
 
 def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 4096, cached: int = 4321) -> None:
@@ -111,6 +129,7 @@ def main() -> None:
                 launch_tile(torch.bfloat16, int(heads), int(dim))
         if not already and arch >= 90:  # the usual windows follow
             launch_step(torch.bfloat16, 6, 64, batch=1, window=1)
+            launch_packed_bands(torch.bfloat16, 6, 64)
         report[shape] = {name: compiled[name] for name in compiled if name not in already}
         for kernel, needs in report[shape].items():
             print(kernel[:150], needs)

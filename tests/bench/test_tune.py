@@ -10,6 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from tamis.attention import NSASpec
 from tamis.attention.kernels.tiles import AnyTile, RowTile, Tile, candidates
 from tamis.attention.kernels.tuned import GpuModel, chosen_tile, using
+from tamis.bench import tune as tune_module
 from tamis.bench.tune import KernelCall, TuneShape, agrees, kernel_calls, launch_candidates, measure_tiles, tune_kernel
 
 H200 = GpuModel("NVIDIA H200", (9, 0))
@@ -120,3 +121,11 @@ def test_without_a_gpu_the_refusal_names_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"torch finds none here: run it on the machine that trains"):
         measure_tiles(M7C)
+
+
+def test_kernels_that_others_replace_on_hopper_are_not_timed(
+    launched: list[dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "specializes_warps", lambda *tensors: True)
+    names = [each.kernel for each in kernel_calls(M7C, torch.device("meta"))]
+    assert names == ["score", "pairs", "dq", "backward", "union"]

@@ -20,7 +20,11 @@ LOG2E = 1.4426950408889634
 
 FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
-NUMBERS = frozenset((int, float, bool, type(None)))  # arguments that are no tensors; `isinstance(x, Tensor)` is slow
+GLUON_PROVED_WITH = ("3.6.",)  # versions of Triton
+NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))
+# Arguments that a launcher takes as they are; the others are tensors (`isinstance(x, Tensor)` is slow). A module whose
+# prepared kernels take descriptors adds their type.
+PASSED_ON: set[type] = set(NUMBERS)
 
 
 MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
@@ -44,6 +48,25 @@ def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
         and all(stride * 2 % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
         for x in tensors
     )  # fmt: skip
+
+
+def specializes_warps(*tensors: Tensor) -> bool:
+    """Whether the kernels of `banded/hopper.py` take these `[B,tokens,heads,D]`, at head dim 64 in half precision.
+
+    Their copies need the heads of a token next to each other, and Gluon is experimental: other versions may lack it.
+    """
+    gpu = gpu_model(tensors[0].device)
+    known = gpu is not None and gpu.capability[0] == 9 and triton.__version__.startswith(GLUON_PROVED_WITH)
+    return known and all(_has_boxes_of_heads(x) for x in tensors)
+
+
+def _has_boxes_of_heads(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can copy tokens of one head, of 64 numbers, up to the sequence's end."""
+    (batch, tokens, heads, dim), (of_batch, of_token, of_head, last) = x.shape, x.stride()
+    in_order = heads * dim <= of_token and (batch == 1 or (of_batch >= tokens * of_token and of_batch % of_token == 0))
+    adjacent = last == 1 and (heads == 1 or of_head == dim) and in_order
+    aligned = of_token % 8 == 0 and x.data_ptr() % 16 == 0
+    return dim == 64 and x.element_size() == 2 and x.numel() > 0 and adjacent and aligned
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -136,7 +159,7 @@ class PreparedLaunch:
             driver = triton.runtime.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
             # Addresses, because the launcher would ask the CUDA driver about every tensor.
-            first_values = [x if type(x) in NUMBERS else x.data_ptr() for x in first]
+            first_values = [x if type(x) in PASSED_ON else x.data_ptr() for x in first]
             compiled.run(
                 *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *first_values,
                 *self._rest,
@@ -153,7 +176,8 @@ class PreparedLaunch:
 class PreparedKernel:
     """A kernel that is launched as Triton's are, and whose launches are prepared when they occur first.
 
-    A launch with descriptors (COPIED) is left to Triton, which describes the tensors at every launch.
+    The first argument is a tensor; later ones may be descriptors, of which every launch makes a map for the copies. A
+    launch with COPIED tiles is left to Triton.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -167,7 +191,10 @@ class PreparedKernel:
         if constants.get("COPIED"):
             self._kernel[grid](*arguments, **constants)
             return
-        kinds = [x if type(x) in NUMBERS else (x.dtype, x.data_ptr() % 16 == 0) for x in arguments]
+        kinds = [
+            x if type(x) in NUMBERS else _box(x) if type(x) in PASSED_ON else (x.dtype, x.data_ptr() % 16 == 0)
+            for x in arguments
+        ]
         key = (grid, arguments[0].device, *kinds, *constants, *constants.values())
         launch = self._launches.get(key)
         if launch is None:
@@ -175,6 +202,11 @@ class PreparedKernel:
                 self._launches.clear()
             launch = self._launches[key] = PreparedLaunch(self._kernel, grid, (), constants)
         launch(*arguments)
+
+
+def _box(descriptor: Any) -> tuple[Any, ...]:
+    """What a kernel is compiled for; a launch passes on where the tensor lies."""
+    return descriptor.base.dtype, *descriptor.block_shape
 
 
 def start_argument(start: Start) -> int | Tensor | None:

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+import triton
 
+from tamis.attention.kernels.launch import GLUON_PROVED_WITH
 from tests.attention.ahead_of_time import MOST_STACK, PATIENCE_S, report_of, start_compiling
 
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
 OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
 DECODE = ("_scan_kernel", "_finish_kernel")
 COPIED = "_dkv_copied_kernel"  # on Hopper alone
+BY_HEAD = ("forward_by_head", "key_gradients_by_head")  # the same, at head dim 64 with the Triton they are proved with
 # dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
 SHAPES = {
     80: ["bfloat16:6:64", "bfloat16:16:128", "bfloat16:2:256"],
@@ -37,12 +40,17 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch: in
     kernels = {name: needs for shape in compiled(arch).values() for name, needs in shape.items()}
     assert {name.split()[0] for name in kernels} >= {*HOT, *OTHERS, *DECODE}
     assert {name: k["shared"] for name, k in kernels.items() if k["shared"] > SHARED_MEMORY[arch]} == {}
-    hot = {name: k for name, k in kernels.items() if name.startswith((*HOT, COPIED)) and k["wgmma"] + k["mma"]}
+    multiplying = {name: k for name, k in kernels.items() if k["wgmma"] + k["mma"]}
+    hot = {name: k for name, k in multiplying.items() if name.startswith((*HOT, COPIED, *BY_HEAD))}
     may_spill = ("_dkv_kernel",) if arch == 80 else ()  # 40 bytes; with half the keys it would not, and read all twice
     spilling = [name for name, k in hot.items() if "'R': 6" in name and k["stack"] > MOST_STACK]
     assert [name for name in spilling if not name.startswith(may_spill)] == []
     if arch == 90:
         assert any(name.startswith(COPIED) for name in kernels), "rows copied at head dim 128"
+        if triton.__version__.startswith(GLUON_PROVED_WITH):
+            by_head = [name for name in kernels if name.startswith(BY_HEAD)]
+            assert len(by_head) == 8, "two kernels of two branches, packed and not"
+            assert {name: kernels[name]["stack"] for name in by_head if kernels[name]["stack"]} == {}
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
         spills = {name: k["stack"] for name, k in hot.items() if "'D': 128" in name and k["stack"] > MOST_STACK + 8}
         assert spills == {}, "head dim 128 keeps its sums in registers"

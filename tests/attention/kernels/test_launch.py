@@ -11,6 +11,7 @@ import triton
 from tests.attention.devices import DEVICE
 
 # After devices, which sets up the interpreter.
+from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch  # isort: skip
 
 
@@ -102,6 +103,12 @@ def test_a_kernel_is_prepared_again_for_what_triton_would_compile_or_launch_othe
         for grid, *arguments, values in changed:
             prepared[grid](*arguments, **values)
     assert kernel.asked == len(changed)
+    boxes = [TensorDescriptor(x, [64], [1], [size], LINE) for size in (64, 32, 32)]
+    for box in boxes:
+        prepared[(1,)](x, box, 0.5, **constants)
+    assert kernel.asked == len(changed) + 2  # of another size
+    assert kernel.compiled.launched[-1][-4] is boxes[-1]
+    kernel.asked = len(changed)
     prepared[(1,)](x, x, 0.5, COPIED=True)
     prepared[(1,)](x, x, 0.5, COPIED=True)
     assert kernel.asked == len(changed) + 2  # the tensors' descriptors are made at every launch

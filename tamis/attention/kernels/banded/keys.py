@@ -26,6 +26,7 @@ from tamis.attention.kernels.launch import (
     copies_tiles,
     padded,
     precision,
+    specializes_warps,
     tile_for,
     unit_last_stride,
 )
@@ -319,7 +320,7 @@ def _dkv_copied_kernel(
 
 @PreparedKernel
 @triton.jit(do_not_specialize=["size", "SPLITS"])
-def _sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.constexpr):
+def sum_splits_kernel(dk_parts, dv_parts, dk, dv, size, SPLITS, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     dk_sum = tl.zeros([BLOCK], tl.float32)
@@ -341,6 +342,11 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     R, scale = H // G, band.scale
     dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
     if N == 0:
+        return dk, dv
+    if copies_rows_of_heads(q, dout, rows):
+        from tamis.attention.kernels.banded.hopper import write_key_gradients  # here: not every Triton has Gluon
+
+        write_key_gradients(q, band, rows, dout, dk, dv)
         return dk, dv
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
@@ -371,7 +377,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
             *q.stride()[:3], *band.strides, *dout.stride()[:3], *numbers, **constants,
         )  # fmt: skip
     if splits > 1:
-        _sum_splits_kernel[(cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
+        sum_splits_kernel[(cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
     return dk, dv
 
 
@@ -381,6 +387,11 @@ def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
         return False
     joined = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, dout))
     return joined and heads * 4 % LEAST_COPY == 0 and tile_for("dkv", q, heads, copied=True).rows % heads == 0
+
+
+def copies_rows_of_heads(q: Tensor, dout: Tensor, rows: Rows) -> bool:
+    """Whether `banded/hopper.py` has the kernel for these."""
+    return specializes_warps(q, dout) and all(x.is_contiguous() and x.data_ptr() % LEAST_COPY == 0 for x in rows)
 
 
 def _described_rows(x: Tensor, tokens: int, heads: int) -> TensorDescriptor:

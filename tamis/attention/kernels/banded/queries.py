@@ -40,6 +40,7 @@ from tamis.attention.kernels.launch import (
     padded,
     precision,
     read_start,
+    specializes_warps,
     start_argument,
     tile_for,
     unit_last_stride,
@@ -348,6 +349,10 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
     R, copied = H // G, copies_tiles(H // G, band.k, band.v)
+    if R % 2 == 0 and start_argument(start) is None and specializes_warps(q, band.k, band.v):
+        from tamis.attention.kernels.banded.hopper import forward_on_hopper  # here, because not every Triton has Gluon
+
+        return forward_on_hopper(q, band)
     tile = tile_for("forward", q, R, copied)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)

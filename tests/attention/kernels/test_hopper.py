@@ -1,0 +1,156 @@
+"""The kernels of `banded/hopper.py` against Triton's, and which shapes take them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.devices import DEVICE, relative_rmse
+
+# After devices, which sets up the interpreter.
+from tamis.attention import NSASpec, op  # isort: skip
+from tamis.attention.kernels import launch, tuned  # isort: skip
+from tamis.attention.kernels.banded import hopper, keys, queries  # isort: skip
+from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
+from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
+
+SPEC = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=130)
+ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="tests.gpu.matrix has these shapes on a GPU")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on the CPU; each program of the forward kernel takes several tiles."""
+    for name, kernel in kernels_on_cpu(hopper, "forward_by_head", "key_gradients_by_head").items():
+        monkeypatch.setattr(hopper, name, kernel)
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+
+
+def band_of(branch: str, k: Tensor, v: Tensor, tables: PackedTables | None) -> queries.Band:
+    return (op.window_band if branch == "window" else op.compressed_band)(k, v, SPEC, tables)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape).half()
+
+
+CASES = {
+    "odd length, two sequences": (2, 1, 2, 261, ()),
+    "two groups": (1, 2, 2, 70, ()),
+    "group of 4, whole tiles": (1, 1, 4, 128, ()),
+    "one token": (2, 1, 2, 1, ()),
+    "packed": (1, 1, 2, 241, (1, 70, 9, 161)),
+    "packed, the row is not filled": (1, 1, 2, 131, (131, 0)),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("branch", ["window", "compressed"])
+@pytest.mark.parametrize("case", CASES)
+def test_they_compute_what_tritons_kernels_do(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, branch: str, case: str
+) -> None:
+    torch.manual_seed(0)
+    B, G, R, S, documents = CASES[case]
+    N = S if branch == "window" else SPEC.compressed_blocks(S)
+    if N == 0:
+        return
+    tables = None
+    if documents:
+        row = PackedRow.of(torch.tensor([0, *documents]).cumsum(0, dtype=torch.int32), S, SPEC)
+        tables = PackedTables.of(row.flat, len(documents), S, max(documents), SPEC)
+    q, dout, k, v = normal(B, S, G * R, 64), normal(B, S, G * R, 64), normal(B, N, G, 64), normal(B, N, G, 64)
+    band, exact = band_of(branch, k, v, tables), band_of(branch, k.float(), v.float(), tables)
+    out, lse = queries.banded_forward(q.float(), exact)
+    got, got_lse = hopper.forward_on_hopper(q, band)
+    assert relative_rmse(got, out) < 1e-3
+    assert torch.equal(got_lse.isinf(), lse.isinf())
+    torch.testing.assert_close(got_lse, lse, rtol=1e-5, atol=1e-5)
+
+    gates = torch.rand(B, G * R, S) - 0.5  # of both signs
+    gates[gates.abs() < 0.1] = 0
+    rows = queries.Rows(lse, gates, gates * (dout.float() * out).sum(-1).transpose(1, 2))
+    wanted = keys.key_gradients(q.float(), exact, rows, dout.float())
+    for programs in (1,) if branch == "window" else (1, 5 * B * G):  # rows of the compressed branch may be split
+        monkeypatch.setattr(hopper, "PROGRAMS_WANTED", programs)
+        got = [torch.full_like(x, torch.nan) for x in (k, v)]
+        hopper.write_key_gradients(q, band, rows, dout, *got)
+        assert max(relative_rmse(x, y, floor=0.1) for x, y in zip(got, wanted, strict=True)) < 1e-3
+
+
+@ON_CPU
+def test_a_sequence_reads_nothing_of_the_next_one(on_cpu: None) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (normal(2, 70, n, 64) for n in (2, 1, 1, 2))
+    for x in (q, k, v, dout):
+        x[1] = torch.nan
+    band, lse = op.window_band(k, v, SPEC), torch.zeros(2, 2, 70)
+    out, _ = hopper.forward_on_hopper(q, band)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    hopper.write_key_gradients(q, band, queries.Rows(lse, lse + 1, lse), dout, dk, dv)
+    assert all(torch.isfinite(x[0]).all() for x in (out, dk, dv))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are not on a GPU count as an H200's."""
+    monkeypatch.setattr(launch, "gpu_model", lambda device: tuned.GpuModel("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(launch, "GLUON_PROVED_WITH", ("",))
+
+
+def heads(dim: int = 64, dtype: torch.dtype = torch.bfloat16, tokens: int = 8, batch: int = 2) -> Tensor:
+    return torch.empty(batch, tokens, 4, dim, dtype=dtype)
+
+
+def test_half_precision_at_head_dim_64_takes_them(on_hopper: None) -> None:
+    split = torch.empty(2, 8, 9, 64, dtype=torch.float16).split([4, 2, 3], 2)  # as a layer projects them
+    assert launch.specializes_warps(heads(), heads(dtype=torch.float16), *split)
+    assert launch.specializes_warps(heads()[:, :5])
+    assert launch.specializes_warps(heads(batch=1).expand(1, -1, -1, -1))
+    others = {
+        "dim": heads(128),
+        "dtype": heads(dtype=torch.float32),
+        "empty": heads(tokens=0),
+        "heads lie apart": heads(tokens=4).transpose(1, 2),
+        "sequences lie within each other": heads().transpose(0, 1),
+        "one sequence for all": heads(batch=1).expand(2, -1, -1, -1),
+        "one token for all": heads(tokens=1).expand(-1, 8, -1, -1),
+        "tokens begin anywhere": torch.empty(1, 8, 257, dtype=torch.bfloat16)[..., :256].view(1, 8, 4, 64),
+        "the first begins anywhere": torch.empty(8 * 256 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 4, 64),
+    }
+    assert {name for name, x in others.items() if launch.specializes_warps(heads(), x)} == set()
+
+
+@pytest.mark.parametrize("gpu", [None, tuned.GpuModel("NVIDIA A100", (8, 0)), tuned.GpuModel("NVIDIA B200", (10, 0))])
+def test_other_gpus_take_tritons_kernels(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch, gpu: tuned.GpuModel | None
+) -> None:
+    monkeypatch.setattr(launch, "gpu_model", lambda device: gpu)
+    assert not launch.specializes_warps(heads())
+
+
+def test_other_versions_of_triton_take_tritons_kernels(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GLUON_PROVED_WITH", ("0.",))
+    assert not launch.specializes_warps(heads())
+
+
+@ON_CPU
+@pytest.mark.parametrize(("heads_per_group", "start"), [(2, 0), (3, 0), (2, 5)])
+def test_the_forward_kernel_takes_pairs_of_heads_from_the_first_token_on(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch, heads_per_group: int, start: int
+) -> None:
+    taken = []
+    monkeypatch.setattr(hopper, "forward_on_hopper", lambda q, band: taken.append(q.shape))
+    q, k = torch.randn(1, 7, heads_per_group, 64).half(), torch.randn(1, 7 + start, 1, 64).half()
+    queries.banded_forward(q, op.window_band(k, k, SPEC), start)
+    assert len(taken) == (heads_per_group == 2 and start == 0)
+
+
+def test_every_branch_has_statistics_where_a_copy_may_begin(on_hopper: None) -> None:
+    q = torch.randn(1, 3, 2, 64, device=DEVICE)  # six rows: without room, the second branch's would begin at byte 24
+    _, weights, delta = op.mix_backward(q, q, q, q, torch.rand(1, 3, 2, 3, device=DEVICE))
+    for branch in range(3):
+        rows = queries.Rows(weights[branch], weights[branch], delta[branch])
+        assert keys.copies_rows_of_heads(q.half(), q.half(), rows)
+    assert not keys.copies_rows_of_heads(q.half(), q.half(), rows._replace(gate=torch.empty(7)[1:]))
