@@ -6,8 +6,9 @@ slot is full, the other when it is empty. So copies never wait for products, and
 dv the sums of a round are under way while the next round's scores are computed.
 
 Rows are 64 tokens of one head, so that a tile of a tensor `[B,S,H,D]` is a box of 64 tokens by D numbers. Boxes end
-with their sequence: what lies beyond is copied as zeros. Numbers of rows, `[B,H,S]`, are copied in lines of 64, which
-may reach into the next head's: those have no weight, because their tokens see no key.
+with their sequence: what lies beyond is copied as zeros. Numbers of rows, `[B,H,S]`, are copied in lines of 64 of one
+head. A copy begins at a multiple of 16 bytes, or the GPU stops with an illegal instruction: where S is no multiple of
+four numbers, the heads are first moved apart.
 
 `queries.py` and `keys.py` have the same in Triton for other shapes and GPUs, and define which keys a token sees. Packed
 rows read the same tables.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +44,7 @@ FORWARD_STAGES, KEYS_STAGES = 4, 3
 FORWARD_PROGRAMS = 2  # on a multiprocessor; each takes one tile of rows after the other
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 PASSED_ON.add(TensorDescriptor)
 
 
@@ -203,7 +205,7 @@ def forward_by_head(
 
 @gluon.jit
 def _copy_rows(
-    q, dout, lse, gate, delta, shared, b, head, first, count, S, H,
+    q, dout, lse, gate, delta, shared, b, head, first, count, H,
     R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_ring, dout_ring, statistics, full, empty = shared
@@ -211,15 +213,15 @@ def _copy_rows(
         slot = step % STAGES
         t0 = (first + step) // R * 64
         h = head + (first + step) % R
-        row = (b * H + h) * S + t0
+        line = [b * H + h, t0]
         mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1)
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * 64 * D * 2 + 3 * 64 * 4)
         tma.async_copy_global_to_shared(q, [b, t0, h * D], bar, q_ring.index(slot))
         tma.async_copy_global_to_shared(dout, [b, t0, h * D], bar, dout_ring.index(slot))
-        tma.async_copy_global_to_shared(lse, [row], bar, statistics.index(slot * 4))
-        tma.async_copy_global_to_shared(gate, [row], bar, statistics.index(slot * 4 + 1))
-        tma.async_copy_global_to_shared(delta, [row], bar, statistics.index(slot * 4 + 2))
+        tma.async_copy_global_to_shared(lse, line, bar, statistics.index(slot * 4))
+        tma.async_copy_global_to_shared(gate, line, bar, statistics.index(slot * 4 + 1))
+        tma.async_copy_global_to_shared(delta, line, bar, statistics.index(slot * 4 + 2))
 
 
 @gluon.jit
@@ -247,13 +249,13 @@ def _add_rows(
         dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, dk, dv = warpgroup_mma_wait(1, deps=(s, dk, dv))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)  # the sums of the last round are done
-        p = gl.exp2(s * scale - statistics.index(slot * 4).load(ROWS)[None, :] * 1.4426950408889634)
+        p = gl.exp2(s * scale - statistics.index(slot * 4).reshape([64]).load(ROWS)[None, :] * 1.4426950408889634)
         if (t0 < whole_begin) | (t0 + 64 > whole_end):
             token = (t0 + gl.arange(0, 64, layout=ROWS))[None, :]
             p = gl.where((token >= seen_begin[:, None]) & (token < seen_end[:, None]), p, 0.0)
-        gates = statistics.index(slot * 4 + 1).load(ROWS)[None, :]
+        gates = statistics.index(slot * 4 + 1).reshape([64]).load(ROWS)[None, :]
         weights = gl.convert_layout((p * gates).to(q_tile.dtype), LEFT)
-        deltas = statistics.index(slot * 4 + 2).load(ROWS)[None, :]
+        deltas = statistics.index(slot * 4 + 2).reshape([64]).load(ROWS)[None, :]
         dp = warpgroup_mma_wait(0, deps=(dp,))
         dv = warpgroup_mma(weights, dout_tile, dv, is_async=True)
         ds = gl.convert_layout((p * (dp * gates - deltas)).to(q_tile.dtype), LEFT)
@@ -284,7 +286,7 @@ def key_gradients_by_head(
 ):  # fmt: skip
     """dk and dv of 64 keys from one split of the rows that see them; outputs are [SPLITS,B,N,G,D].
 
-    q and dout are descriptors of [B,S,H·D], lse, gate and delta of [B·H·S]. The groups are the grid's second part.
+    q and dout are descriptors of [B,S,H·D], lse, gate and delta of [B·H,S]. The groups are the grid's second part.
     """
     g = gl.program_id(1)
     G = gl.num_programs(1)
@@ -316,7 +318,7 @@ def key_gradients_by_head(
     _store_keys(v_tile, v + b.to(gl.int64) * stride_vb + g * stride_vg, first, keys, stride_vn, D)
     q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, D], q.layout)
     dout_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, D], q.layout)
-    statistics = gl.allocate_shared_memory(gl.float32, [STAGES * 4, 64], lse.layout)
+    statistics = gl.allocate_shared_memory(gl.float32, [STAGES * 4, 1, 64], lse.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -328,7 +330,7 @@ def key_gradients_by_head(
     gl.warp_specialize([
         (_add_rows, (dk_out, dv_out, table, k_tile, v_tile, shared, part, g, G, first, keys, mine, count, whole_begin,
                      whole_end, S, N, softmax_scale, scale, L, STRIDE, W, R, D, STAGES)),
-        (_copy_rows, (q, dout, lse, gate, delta, shared, b, g * R, mine, count, S, G * R, R, D, STAGES)),
+        (_copy_rows, (q, dout, lse, gate, delta, shared, b, g * R, mine, count, G * R, R, D, STAGES)),
     ], [1], [24])  # fmt: skip
 
 
@@ -360,10 +362,9 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
     parts = [dk, dv]
     if splits > 1:
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=dk.device) for _ in range(2)]
-    statistics = (TensorDescriptor(x, [B * H * S], [1], [64], LINE) for x in rows)
     key_gradients_by_head[(tiles * B * splits, G)](
-        band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, _described(q), _described(dout), *statistics,
-        *band.strides, B, S, N, splits, band.scale, band.scale * LOG2E, tiles,
+        band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, _described(q), _described(dout),
+        *(_described_lines(x) for x in rows), *band.strides, B, S, N, splits, band.scale, band.scale * LOG2E, tiles,
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=KEYS_STAGES, num_warps=4, maxnreg=128,
     )  # fmt: skip
     if splits > 1:
@@ -375,6 +376,14 @@ def _described(x: Tensor) -> TensorDescriptor:
     B, S, H, D = x.shape
     strides = [x.stride(0) if B > 1 else S * x.stride(1), x.stride(1), 1]
     return TensorDescriptor(x, [B, S, H * D], strides, [1, 64, D], TILE)
+
+
+def _described_lines(x: Tensor) -> TensorDescriptor:
+    """Lines of 64 numbers of one head, of `[B,H,S]`."""
+    B, H, S = x.shape
+    if S % 4:
+        x = F.pad(x, (0, -S % 4))
+    return TensorDescriptor(x, [B * H, S], [x.shape[2], 1], [1, 64], LINE)
 
 
 @lru_cache
