@@ -33,6 +33,6 @@ def test_kernels_load_wide_and_do_not_spill(arch: int) -> None:
 def test_later_tiles_of_a_prompt_compile_no_kernel() -> None:
     first, second, *others = report_of(start_compiling("tests.model.tile_variants"))
     # The first tile runs what training runs, the second adds a position, and the lists of long sequences.
-    assert "_forward_kernel" in first
-    assert "_forward_items" in second
+    assert {"forward_by_head", "_forward_kernel"} & {*first}  # in Gluon with the Triton that is proved
+    assert {"_forward_kernel", "_forward_items"} <= {*second}
     assert others == [[]] * 14
