@@ -212,9 +212,15 @@ def why_no_kernels(device: torch.device | str, dtype: torch.dtype, dim: int, hea
     return None if dtype == torch.float32 else f"Triton's interpreter is right in float32 alone, not in {_name(dtype)}"
 
 
-@lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, asked once: it takes the host several microseconds."""
+    if torch.compiler.is_compiling():  # torch.compile warns about a cache, and keeps the answer itself
+        return torch.cuda.get_device_capability(device)
+    return _known_capability(device)
+
+
+@lru_cache
+def _known_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

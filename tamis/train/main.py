@@ -6,7 +6,6 @@ torchrun --nproc_per_node=2 -m tamis.train.main --config OUT/config.yaml --resum
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import importlib
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis.config.process import set_process_defaults
-from tamis.train.tools.early_compile import start_compiling
+from tamis.train.tools.early_compile import parse_arguments, start_compiling
 
 if __name__ == "__main__":
     set_process_defaults()  # before torch loads
@@ -68,7 +67,7 @@ STAYS_ENDED = (ExitCode.USAGE, ExitCode.HALTED, ExitCode.ANOMALY)  # not PREEMPT
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parse(argv)
+    arguments = parse_arguments(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
         _load_compiler(config)
@@ -76,12 +75,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, RunLocked) as error:
         Console().error(str(error))
         return ExitCode.USAGE
-
-
-def config_of(argv: list[str]) -> Config:
-    """The configuration that a worker with these arguments trains."""
-    arguments = _parse(argv)
-    return load_config(arguments.config, arguments.overrides)
 
 
 def _load_compiler(config: Config) -> None:
@@ -101,14 +94,6 @@ def _create_context(config: Config) -> None:
         device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tamis.train.main", description=__doc__)
-    parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
-    parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    return parser.parse_intermixed_args(argv)
 
 
 def train_config(config: Config, resume: str | None = None) -> int:

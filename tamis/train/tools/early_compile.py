@@ -2,29 +2,34 @@
 
 A worker starts `python -m tamis.train.tools.early_compile` with its own arguments before it imports torch. That process
 forks one for each core, and each compiles a part of the kernels that the worker is going to launch, into Triton's
-cache. It uses no GPU. Whatever goes wrong here costs nothing but time: the worker compiles what is missing.
+cache. It uses no GPU. If a marker in the cache shows that all of it is done, the process ends before it imports
+torch. Whatever goes wrong here costs nothing but time: the worker compiles what is missing.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
+import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from tamis.config import Config, load_config
+from tamis.config.process import set_process_defaults
 from tamis.config.size import GIB
 
 if TYPE_CHECKING:
     import torch
 
-    from tamis.config import Config
-
+TAMIS = Path(__file__).parents[2]
 GPU_DRIVER = Path("/dev/nvidiactl")
 LEAST_CORES = 4  # with fewer, processes that compile keep the worker from its own work
 MOST_PROCESSES = 16
@@ -73,20 +78,49 @@ def _stop() -> None:
         _started.wait()
 
 
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a worker, which this process takes too."""
+    parser = argparse.ArgumentParser(prog="python -m tamis.train.main", description="Train a configuration.")
+    parser.add_argument("--config", help="YAML file; keys not in it keep their defaults")
+    parser.add_argument("--resume", help="a checkpoint file, or auto for the newest valid one in train.out_dir")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    return parser.parse_intermixed_args(argv)
+
+
 def main() -> int:
-    from tamis.attention.kernels.ahead_of_time import compile_in_processes
-    from tamis.attention.kernels.tuned import GpuModel
-    from tamis.config.process import set_process_defaults
     from tamis.run.files.hardware import read_capability, read_gpus
-    from tamis.train.main import config_of
 
     set_process_defaults()
-    config = config_of(sys.argv[1:])
+    arguments = parse_arguments(None)
+    config = load_config(arguments.config, arguments.overrides)
     gpus = read_gpus()
     if config.runtime.device == "cpu" or not gpus:
         return 0
-    gpu = GpuModel(gpus[0].name, read_capability(gpus[0]))
-    return 0 if compile_in_processes(gpu, lambda: launch_kernels(config), processes_that_fit()) else 1
+    name, capability = gpus[0].name, read_capability(gpus[0])
+    marker = marker_of(config, name)
+    if marker is not None and marker.exists():
+        return 0
+    from tamis.attention.kernels.ahead_of_time import compile_in_processes
+    from tamis.attention.kernels.tuned import GpuModel
+
+    gpu = GpuModel(name, capability)
+    if not compile_in_processes(gpu, lambda: launch_kernels(config), processes_that_fit()):
+        return 1
+    if marker is not None:
+        marker.touch()
+    return 0
+
+
+def marker_of(config: Config, gpu: str) -> Path | None:
+    """Return the file that marks a configuration as compiled, by all the kernels depend on; None without a cache."""
+    if (cache := os.environ.get("TRITON_CACHE_DIR")) is None:
+        return None
+    train = config.train
+    sizes = (train.seq_len, train.batch_size, config.data.packing, config.runtime.precision)
+    digest = hashlib.sha256(repr((gpu, version("triton"), config.model, config.nsa, sizes)).encode())
+    for source in sorted([Path(__file__), *TAMIS.glob("attention/**/*.py"), *TAMIS.glob("model/*.py")]):
+        digest.update(source.read_bytes())
+    return Path(cache) / f"compiled-{digest.hexdigest()[:16]}"
 
 
 def processes_that_fit() -> int:

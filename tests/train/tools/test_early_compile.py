@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
+from tamis.attention.kernels import ahead_of_time
+from tamis.run.files import hardware
 from tamis.run.files.hardware import Gpu, read_capability
 from tamis.train.tools import early_compile
 from tests.train.processes import tiny_config
@@ -58,6 +60,21 @@ def test_a_process_is_started_only_by_the_first_worker_of_a_machine_with_a_gpu(
     assert early_compile._started is not None
     early_compile.wait_until_compiled()
     assert early_compile._started.returncode == 0  # without a GPU there is nothing to compile
+
+
+def test_what_is_compiled_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hardware, "read_gpus", lambda: [Gpu(0, "NVIDIA H200", 1, 1, 0, "")])
+    monkeypatch.setattr(hardware, "read_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(ahead_of_time, "compile_in_processes", lambda gpu, *_: compiled.append(gpu) or True)
+    (tmp_path / "config.yaml").write_text(tiny_config(tmp_path).to_yaml())
+    for override in ("train.steps=1", "train.steps=2", "train.seq_len=1024"):
+        monkeypatch.setattr(sys, "argv", ["early_compile", "--config", str(tmp_path / "config.yaml"), override])
+        assert early_compile.main() == 0
+    assert len(compiled) == 2  # steps change no kernel, the length does
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert early_compile.marker_of(tiny_config(tmp_path), "NVIDIA H200") is None
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
