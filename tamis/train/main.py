@@ -82,7 +82,7 @@ def _load_compiler(config: Config) -> None:
     on_gpu = torch.backends.cuda.is_built() and config.runtime.device != "cpu"
     if on_gpu:
         threading.Thread(target=_create_context, args=[config], daemon=True).start()
-    if on_gpu or "WORLD_SIZE" in os.environ:
+    if on_gpu or os.environ.get("WORLD_SIZE", "1") != "1":
         gc.disable()  # imports make no garbage
         importlib.import_module("torch._dynamo")
         gc.freeze()
