@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from tamis.checkpoint.convert import Kind, convert_checkpoint
 from tamis.checkpoint.file import read_checkpoint
-from tamis.checkpoint.sharded import TENSORS, flatten
 from tamis.config import Config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.manifest import DamagedCheckpoint, damage
@@ -36,6 +35,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
 
 
 def assert_same_state(a: Path, b: Path) -> None:
+    from tamis.checkpoint.sharded import TENSORS, flatten  # here, because every test process loads this file
+
     one, other = read_checkpoint(a, CPU), read_checkpoint(b, CPU)
     assert {name: one[name] for name in one if name not in TENSORS} == {
         name: other[name] for name in other if name not in TENSORS

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from tamis.data.tokenizer import tokenizer_for
 from tamis.evaluate import scoring
@@ -67,6 +66,8 @@ def test_white_space_goes_to_the_answer_and_the_oldest_tokens_are_dropped() -> N
 
 def test_the_choices_are_those_of_transformers_on_the_exported_model(folder: Path, tmp_path: Path) -> None:
     """Each text alone through `transformers`: mean log-probability of the answer's tokens, or the greedy tokens."""
+    import transformers  # here, because every test process loads this file
+
     config = tiny_config()
     exported = export_command(save(tmp_path / "run", tiny_model(), config=config), tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)

@@ -49,6 +49,20 @@ def unbroken(server: TrainerServer, tmp_path_factory: pytest.TempPathFactory) ->
     return trainer.run
 
 
+@pytest.fixture(scope="module", autouse=True)
+def spare_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The process of a spare worker, in a folder. It starts before all tests: its imports give way to everything."""
+    folder = tmp_path_factory.mktemp("spare")
+    (folder / "wanted.yaml").write_text(tiny_real_config(folder / "out").to_yaml())
+    (folder / "line").write_text(json.dumps(["--config", str(folder / "wanted.yaml")]) + "\n")
+    command = [sys.executable, "-u", "-m", PRELOAD, "tamis.train.main"]
+    with open(folder / "line") as line, open(folder / "log", "w") as log, open(folder / "errors", "w") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, env=as_operators_do(), stdin=line, stdout=log, stderr=errors)
+    yield process, folder
+    process.kill()
+    process.wait()
+
+
 def assert_same_end(run: RunDirectory, unbroken: RunDirectory) -> None:
     """Weights, optimizer, schedule, random state and data position bit by bit, and every number that was logged."""
     last = latest_valid_checkpoint(unbroken)
@@ -133,20 +147,6 @@ def test_a_run_continued_from_its_copy_on_a_fresh_machine_ends_with_identical_we
     shutil.rmtree(tmp_path / "lost")
     path, _ = fetch_newest(f"file://{tmp_path}/there", None, [f"train.out_dir={tmp_path}/fresh"])
     assert_same_end(finish(server, load_config(path, [f"train.out_dir={tmp_path}/fresh"])).run, unbroken)
-
-
-def test_the_process_of_a_spare_worker_trains_to_identical_weights(unbroken, tmp_path) -> None:
-    (tmp_path / "wanted.yaml").write_text(tiny_real_config(tmp_path / "out").to_yaml())
-    process = subprocess.run(
-        [sys.executable, "-u", "-m", PRELOAD, "tamis.train.main"],
-        input=json.dumps(["--config", str(tmp_path / "wanted.yaml")]) + "\n",
-        cwd=ROOT,
-        env=as_operators_do(),
-        text=True,
-        capture_output=True,
-    )
-    assert process.returncode == 0 and process.stderr == "", process.stderr
-    assert_same_end(RunDirectory(tmp_path / "out"), unbroken)
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +276,10 @@ def test_a_full_disk_costs_the_new_checkpoint_only_and_the_run_continues(tmp_pat
     assert (code, newest) == (1, 8), output  # which does not count as done; what was saved before stands
     assert (again, last) == (0, 12), more_output
     assert [row.split(",")[0] for row in rows.splitlines()[1:]] == [str(step) for step in range(1, 13)]
+
+
+def test_the_process_of_a_spare_worker_trains_to_identical_weights(spare_worker, unbroken) -> None:
+    process, folder = spare_worker
+    code, errors = process.wait(), (folder / "errors").read_text()
+    assert code == 0 and errors == "", errors
+    assert_same_end(RunDirectory(folder / "out"), unbroken)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from tamis.config import build_config, load_config
 from tamis.data.tokenizer import byte_letters, tokenizer_for
@@ -105,7 +104,9 @@ def test_the_merges_rebuild_gpt2_s_own_segmentation() -> None:
     "text", [" the quick brown fox's 3rd jump", "naïve café — 12,345 €\n\n\tif x:  # 数", "  \u200b🙂 end"]
 )
 def test_transformers_reads_the_exported_gpt2_tokenizer(gpt2_folder: Path, text: str) -> None:
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(gpt2_folder), tokenizer_for("gpt2")
+    from transformers import AutoTokenizer  # here, because every test process loads this file
+
+    theirs, ours = AutoTokenizer.from_pretrained(gpt2_folder), tokenizer_for("gpt2")
     ids = theirs(text)["input_ids"]
     assert ids == ours.encode(text).tolist()
     assert theirs.decode(ids) == text
@@ -114,16 +115,20 @@ def test_transformers_reads_the_exported_gpt2_tokenizer(gpt2_folder: Path, text:
 
 @pytest.mark.parametrize("kind", ["byte-level", "tiktoken"])
 def test_transformers_reads_a_tokenizer_of_ones_own(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoTokenizer
+
     file = write_tokenizer(tmp_path / ("own.tiktoken" if kind == "tiktoken" else "tokenizer.json"), kind)
     ours = tokenizer_for(str(file))
     (folder := tmp_path / "exported").mkdir()
     _write_tokenizer(folder, ours, 1024)
-    theirs, text = transformers.AutoTokenizer.from_pretrained(folder), "the lazy 数 dog"
+    theirs, text = AutoTokenizer.from_pretrained(folder), "the lazy 数 dog"
     assert theirs(text)["input_ids"] == ours.encode(text).tolist()
     assert theirs.eos_token_id == ours.eot
 
 
 def test_the_tokenizer_next_to_a_checkpoint_is_used(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     file = write_tokenizer(tmp_path / "own.tiktoken", "tiktoken")
     config = load_config(None, [f"data.tokenizer={file}", "model.dim=64", "model.n_layers=1", "model.d_ff=64"])
     tokenizer = tokenizer_for(str(file))
@@ -133,6 +138,6 @@ def test_the_tokenizer_next_to_a_checkpoint_is_used(tmp_path: Path) -> None:
     folder = export_command(checkpoint, tmp_path / "folder")
     loaded = load_model(folder, device="cpu")
     assert loaded.tokenizer.encode("a dog").tolist() == tokenizer.encode("a dog").tolist()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert theirs(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, tokenizer.vocab_size)
     assert str(tmp_path) not in (folder / "README.md").read_text()

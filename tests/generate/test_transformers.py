@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers.dynamic_module_utils import get_imports
 
 from tamis.generate import Sampling, generate
 from tamis.generate.export import export_command
@@ -41,6 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, **options: Any) -> Any:
+    import transformers  # here, because every test process loads this file
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options).eval()
 
 
@@ -139,13 +139,15 @@ def test_beams_continue_their_own_sequences(model: Any) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name(model: Any) -> None:
+    from transformers import DynamicCache
+
     ids = torch.tensor([PROMPT])
     holes = torch.ones_like(ids)
     holes[0, 3] = 0
     calls = {
         "assisted generation is not supported": lambda: model.generate(ids, prompt_lookup_num_tokens=3, **GREEDY),
         "cache_implementation is not supported": lambda: model.generate(ids, cache_implementation="static", **GREEDY),
-        "past_key_values must be a TamisCache": lambda: model(ids, past_key_values=transformers.DynamicCache()),
+        "past_key_values must be a TamisCache": lambda: model(ids, past_key_values=DynamicCache()),
         "pad each row before or after": lambda: model(ids, attention_mask=holes),
         "pad each row on the left": lambda: model(ids, attention_mask=holes, use_cache=True),
         "hides a whole row": lambda: model(ids, attention_mask=holes * 0),
@@ -178,11 +180,15 @@ def test_every_kind_of_layer_is_the_same_without_tamis(
 
 
 def test_the_code_of_the_folder_needs_torch_and_transformers_alone(folders: dict[str, Path]) -> None:
+    from transformers.dynamic_module_utils import get_imports
+
     needed = {name for path in folders["nsa"].glob("*.py") for name in get_imports(path)}
     assert needed - sys.stdlib_module_names == {"torch", "transformers"}
 
 
 def test_pipeline_dtypes_and_a_round_trip_through_save_pretrained(folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers
+
     model, ids = load(folders["nsa"]), torch.tensor([PROMPT])
     model.save_pretrained(tmp_path / "again")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders["nsa"], trust_remote_code=True)

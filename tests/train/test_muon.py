@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tamis.checkpoint.file import read_checkpoint
-from tamis.checkpoint.sharded import flatten
 from tamis.config import Config, Train
 from tamis.model import Decoder
 from tamis.run.files.directory import RunDirectory
@@ -88,6 +87,8 @@ def test_the_trapezoid_warms_up_stays_and_falls_in_a_line() -> None:
 
 
 def tensors(config: Config, step: int) -> dict[str, Tensor]:
+    from tamis.checkpoint.sharded import flatten  # here, because every test process loads this file
+
     return flatten(read_checkpoint(RunDirectory(config.train.out_dir).checkpoint(step), CPU))
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tamis.checkpoint.file import read_checkpoint, require_whole_state, save_file
-from tamis.checkpoint.sharded import flatten
 from tamis.config import Config, ConfigError
 from tamis.data.loader import Batch, Loader
 from tamis.run.files.directory import RunDirectory
@@ -33,6 +32,8 @@ def killed_config(out: Path) -> Config:
 
 
 def tensors(run: RunDirectory, step: int) -> dict[str, Tensor]:
+    from tamis.checkpoint.sharded import flatten  # here, because every test process loads this file
+
     return flatten(read_checkpoint(run.checkpoint(step), torch.device("cpu")))
 
 
