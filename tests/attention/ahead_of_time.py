@@ -19,6 +19,7 @@ import triton
 from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Rows, banded_forward
+from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tuned import GpuModel
 from tamis.attention.op import compressed_band, window_band
 from tamis.attention.packing import PackedTables, table_sizes
@@ -79,6 +80,14 @@ def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, toke
             key_gradients(q, band, Rows(lse, lse, lse), out)
 
 
+def launch_choices(n_sel: int, tokens: int) -> None:
+    """The choice of blocks alone."""
+    spec = NSASpec(n_sel=n_sel)
+    with torch.device("meta"):
+        q, lse = torch.empty(1, tokens, 12, 64, dtype=torch.bfloat16), torch.empty(1, 12, tokens)
+        select_from_lse(q, torch.empty(1, spec.compressed_blocks(tokens), 2, 64, dtype=q.dtype), lse, spec)
+
+
 def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 4096, cached: int = 4321) -> None:
     """The forward pass of a tile of queries over caches that hold `cached` tokens before it: both selected forms."""
     from tamis.attention.decode import kernel_tile
@@ -130,6 +139,8 @@ def main() -> None:
         if not already and arch >= 90:  # the usual windows follow
             launch_step(torch.bfloat16, 6, 64, batch=1, window=1)
             launch_packed_bands(torch.bfloat16, 6, 64)
+            for n_sel, tokens in ((32, 8192), (64, 8192), (16, 524288)):
+                launch_choices(n_sel, tokens)
         report[shape] = {name: compiled[name] for name in compiled if name not in already}
         for kernel, needs in report[shape].items():
             print(kernel[:150], needs)

@@ -1,10 +1,10 @@
 """Every combination the kernels accept, in small, against the reference on a GPU: `python -m tests.gpu.matrix`.
 
 Head dims 16 to 256 by 16 in every dtype, 1 to 64 heads per group, odd and even lengths, both forms of the selected
-branch, large logits, gates of both signs, packed documents, and batches of more than 2^31 elements; outputs and all
-gradients. The full product would take hours, so every dim meets every dtype, and group sizes are spread over the dims;
-head dim 64, which has kernels of its own on Hopper, meets them all. Workers compile and run their cases in parallel.
-Prints the worst error of each dtype, then one line of JSON.
+branch, 3 to 64 chosen blocks, large logits, gates of both signs, packed documents, and batches of more than 2^31
+elements; outputs and all gradients. The full product would take hours, so every dim meets every dtype, and group sizes
+are spread over the dims; head dim 64, which has kernels of its own on Hopper, meets them all. Workers compile and run
+their cases in parallel. Prints the worst error of each dtype, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ HEADS_PER_GROUP = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 DTYPES = ("bfloat16", "float16", "float32")
 LIMIT = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}
 LARGE_LOGITS, SLACK_OF_LARGE_LOGITS = 30.0, 2.0  # delta comes from an output rounded to half precision
+CHOSEN = 4  # blocks, so that a length of 1,349 takes both forms of the selected branch
 DOCUMENTS = (1, 700, 40, 9, 1300, 1, 131)  # lengths of a packed row
 NAMES = ("out", "dq", "dk_cmp", "dv_cmp", "dk_sel", "dv_sel", "dk_win", "dv_win", "dgates")
 
@@ -36,6 +37,7 @@ class MatrixCase:
     tokens: int = 1349
     batch: int = 1
     scale: float = 1.0  # of the queries
+    chosen: int = CHOSEN
     packed: bool = False
     signed_gates: bool = False  # a part is negative, a part 0
     check_last: bool = False  # compare only the last sequence: the reference would not fit
@@ -63,17 +65,18 @@ def all_cases() -> list[MatrixCase]:
     shapes = ((64, 6), (64, 3), (128, 16), (128, 6), (96, 3), (256, 2))
     cases += [MatrixCase(dtype, *shape, tokens=sum(DOCUMENTS), packed=True) for dtype in DTYPES[:2] for shape in shapes]
     cases.append(MatrixCase("float32", 64, 6, tokens=sum(DOCUMENTS), packed=True))
+    cases += [MatrixCase("bfloat16", 64, 6, tokens=100 * n, chosen=n) for n in (3, 8, 16, 32, 64)]
     large = ((128, 16), (64, 32))
     cases += [MatrixCase("bfloat16", *shape, tokens=2001, batch=264, check_last=True) for shape in large]
     return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
 
 
 def run_case(case: MatrixCase) -> dict[str, float]:
-    """Relative RMSE of the output and of every gradient."""
+    """Relative RMSE of the output and of every gradient, and the share of other choices."""
     from tamis.attention import NSASpec, nsa_attention, reference, select_blocks
     from tamis.attention.verify import random_inputs, relative_rmse
 
-    spec = NSASpec(n_sel=4)  # so that a length of 1,349 takes both forms of the selected branch
+    spec = NSASpec(n_sel=case.chosen)
     dtype, heads = getattr(torch, case.dtype), case.groups * case.heads_per_group
     if case.check_last:
         inputs = large_inputs(case, dtype, spec.compressed_blocks(case.tokens))
@@ -89,12 +92,18 @@ def run_case(case: MatrixCase) -> dict[str, float]:
     got = with_gradients(lambda *x: nsa_attention(*x, spec, "triton", cu_seqlens=offsets), inputs, dout)
     if case.check_last:
         inputs, dout, got = [x[-1:] for x in inputs], dout[-1:], [x[-1:] for x in got]
-    # Of large logits many scores are nearly equal, and rounding decides: the reference takes the kernels' choice.
-    ids = select_blocks(*inputs[:2], spec, "triton", cu_seqlens=offsets) if case.scale > 1 else None
+    errors, ids = {}, None
+    if case.scale > 1 or case.chosen != CHOSEN:
+        # Of large logits or many blocks some scores are nearly equal, and rounding decides: the reference takes the
+        # kernels' choice.
+        ids = select_blocks(*inputs[:2], spec, "triton", cu_seqlens=offsets)
+    if case.chosen != CHOSEN and ids is not None:
+        expected = reference.select_blocks(inputs[0].float(), inputs[1].float(), spec)
+        errors["choices"] = float((ids != expected).float().mean())
     want = with_gradients(
         lambda *x: reference.nsa_attention(*x, spec, offsets, None, ids), [x.float() for x in inputs], dout.float()
     )
-    return {name: relative_rmse(x, y) for name, x, y in zip(NAMES, got, want, strict=True)}
+    return errors | {name: relative_rmse(x, y) for name, x, y in zip(NAMES, got, want, strict=True)}
 
 
 def large_inputs(case: MatrixCase, dtype: torch.dtype, blocks: int) -> list[Tensor]:

@@ -335,13 +335,22 @@ def select_from_lse(
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
         runs_p2 = max(next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
-        rows = max(1, min(8, TOP_ELEMENTS // max(runs_p2, min(slots, runs_p2) * run_p2)))
+        rows = rows_of_top(max(runs_p2, min(slots, runs_p2) * run_p2))
         _top_kernel[(cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, table, B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
             num_warps=1,
         )  # fmt: skip
     return ids
+
+
+def rows_of_top(elements: int) -> int:
+    """Tokens of a program of the second kernel, by the scores it looks through for each: eight or one.
+
+    With two or four, the lanes that hold a token's scores are no neighbours, and Triton 3.6 leaves half of them out of
+    a maximum: the kernel then misses every second run.
+    """
+    return 8 if 8 * elements <= TOP_ELEMENTS else 1
 
 
 def tokens_held(heads: int, rows: int, row_bytes: int) -> int:
