@@ -10,6 +10,9 @@ for name in (
     "tamis.checkpoint.sharded",
     "torch._dynamo",
     "torch._inductor",
+    "pyarrow.compute",
+    "pyarrow.parquet",
+    "tests.train.processes",
 ):
     importlib.import_module(name)
 gc.freeze()
