@@ -27,21 +27,20 @@ if not torch.cuda.is_available():
 settings.register_profile("tamis", deadline=None, derandomize=True)
 settings.load_profile("tamis")
 
-# A long file that starts when the other processes are done would be waited for alone. Files not named are short. The
-# first one takes minutes on a machine that has not compiled the kernels before.
+# A long file that starts when the other processes are done would be waited for alone. Files not named are short.
 LONGEST = (
-    "tests.attention.kernels.test_compile",
     "tests.faults.test_supervised_faults",
     "tests.faults.test_real_trainer",
     "tests.train.test_distributed_faults",
     "tests.train.test_resume",
     "tests.test_production_runbooks",
     "tests.test_runbooks",
-    "tests.attention.test_decode",
     "tests.test_clean_install",
     "tests.remote.test_remote",
     "tests.faults.test_torchrun",
+    "tests.attention.kernels.test_compile",
     "tests.model.test_compile",
+    "tests.attention.test_decode",
     "tests.test_readme",
     "tests.run.copies.test_child_process",
     "tests.data.test_hub",
