@@ -81,11 +81,12 @@ def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, toke
 
 
 def launch_choices(n_sel: int, tokens: int) -> None:
-    """The choice of blocks alone."""
+    """The choice of blocks of a sequence, and of one query after it."""
     spec = NSASpec(n_sel=n_sel)
     with torch.device("meta"):
         q, lse = torch.empty(1, tokens, 12, 64, dtype=torch.bfloat16), torch.empty(1, 12, tokens)
         select_from_lse(q, torch.empty(1, spec.compressed_blocks(tokens), 2, 64, dtype=q.dtype), lse, spec)
+        launch_step(torch.bfloat16, 6, 64, 1, spec, cached=tokens)
 
 
 def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 4096, cached: int = 4321) -> None:
@@ -99,15 +100,13 @@ def launch_tile(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int 
     kernel_tile(q, caches, gates, spec, cached, cached - spec.w + 1)  # type: ignore[arg-type]
 
 
-def launch_step(
-    dtype: torch.dtype, heads_per_group: int, dim: int, batch: int, window: int, cached: int = 4321
-) -> None:
-    """One query for each cached sequence. A window of one token is a number that Triton would make a constant."""
+def launch_step(dtype: torch.dtype, heads_per_group: int, dim: int, batch: int, spec: NSASpec, cached: int) -> None:
+    """One query for each cached sequence."""
     from tamis.attention.kernels.decode.step import decode
 
-    spec, groups = NSASpec(w=window), 2
+    groups = 2
     q, gates = (torch.empty(batch, groups * heads_per_group, n, dtype=dtype) for n in (dim, 3))
-    lengths = (spec.compressed_blocks(cached), cached, window)
+    lengths = (spec.compressed_blocks(cached), cached, spec.w)
     caches = [torch.empty(batch, n, 2, groups, dim, dtype=dtype) for n in lengths]
     decode(q, *caches, gates, torch.empty(batch, dtype=torch.int64), spec)
 
@@ -137,7 +136,8 @@ def main() -> None:
             if arch >= 90 or not already:  # a tile takes as much as a sequence: one shape shows that it compiles
                 launch_tile(torch.bfloat16, int(heads), int(dim))
         if not already and arch >= 90:  # the usual windows follow
-            launch_step(torch.bfloat16, 6, 64, batch=1, window=1)
+            # A window of one token is a number that Triton would make a constant.
+            launch_step(torch.bfloat16, 6, 64, batch=1, spec=NSASpec(w=1), cached=4321)
             launch_packed_bands(torch.bfloat16, 6, 64)
             for n_sel, tokens in ((32, 8192), (64, 8192), (16, 524288)):
                 launch_choices(n_sel, tokens)
