@@ -25,7 +25,7 @@ from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
 from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward
-from tamis.attention.kernels.selected.union import union_forward
+from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tiles import AnyTile, candidates
 from tamis.attention.kernels.tuned import GpuModel, gpu_model, shape_key, tiles_file, using, write_tiles
@@ -169,7 +169,7 @@ def launch_candidates(shape: TuneShape, gpu: GpuModel) -> None:
 def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]:
     """Every kernel that has candidates, with inputs like those of training. The union is timed where it is used.
 
-    The kernels of `banded/hopper.py` have no candidates: where they replace a kernel, that one is not timed.
+    Kernels in Gluon have no candidates: where they replace a kernel, that one is not timed.
     """
     spec, R = shape.spec, shape.heads // shape.groups
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = attention_inputs(shape, shape.length, device)
@@ -209,7 +209,8 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         return [*selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gate, slope, dq, spec, trusted=True), dq]
 
     yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
-    yield union_call(shape, device)
+    if not copies_blocks(q, k_sel, v_sel, spec):
+        yield union_call(shape, device)
 
 
 def union_call(shape: TuneShape, device: torch.device) -> KernelCall:

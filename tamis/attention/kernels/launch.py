@@ -51,7 +51,7 @@ def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
 
 
 def specializes_warps(*tensors: Tensor) -> bool:
-    """Whether the kernels of `banded/hopper.py` take these `[B,tokens,heads,D]`, at head dim 64 in half precision.
+    """Whether kernels in Gluon take these `[B,tokens,heads,D]`, at head dim 64 in half precision on Hopper.
 
     Their copies need the heads of a token next to each other, and Gluon is experimental: other versions may lack it.
     """

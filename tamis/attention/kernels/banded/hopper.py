@@ -342,7 +342,7 @@ def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     works = B * cdiv(S, 64) * (H // HEADS)
     forward_by_head[(min(works, FORWARD_PROGRAMS * _multiprocessors(q.device)),)](
-        out, lse, band.documents, *(_described(x) for x in (q, band.k, band.v)), works, S, G, band.scale * LOG2E,
+        out, lse, band.documents, *(described_heads(x) for x in (q, band.k, band.v)), works, S, G, band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=FORWARD_STAGES, HEADS=HEADS,
         num_warps=4, maxnreg=80,
     )  # fmt: skip
@@ -363,7 +363,7 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
     if splits > 1:
         parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=dk.device) for _ in range(2)]
     key_gradients_by_head[(tiles * B * splits, G)](
-        band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, _described(q), _described(dout),
+        band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, described_heads(q), described_heads(dout),
         *(_described_lines(x) for x in rows), *band.strides, B, S, N, splits, band.scale, band.scale * LOG2E, tiles,
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=KEYS_STAGES, num_warps=4, maxnreg=128,
     )  # fmt: skip
@@ -371,7 +371,7 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
         sum_splits_kernel[(cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)
 
 
-def _described(x: Tensor) -> TensorDescriptor:
+def described_heads(x: Tensor) -> TensorDescriptor:
     """Boxes of 64 tokens of one head; a batch of one has any stride."""
     B, S, H, D = x.shape
     strides = [x.stride(0) if B > 1 else S * x.stride(1), x.stride(1), 1]

@@ -23,6 +23,7 @@ from torch import Tensor
 from tamis.attention.kernels.banded.queries import described_keys, program_tile
 from tamis.attention.kernels.launch import (
     LOG2E,
+    MOST_KEYS,
     PreparedKernel,
     block_tiles,
     cdiv,
@@ -33,12 +34,14 @@ from tamis.attention.kernels.launch import (
     precision,
     read_start,
     softmax_scale,
+    specializes_warps,
     start_argument,
 )  # fmt: skip
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
+ROWS_IN_GLUON = 128  # of a tile of `selected/hopper.py`
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
 
 
@@ -73,10 +76,16 @@ def union_forward(
     # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("union_copied" if copied else "union", q_BSHD, heads_per_group)
-    settings["ROWS"] = min(settings["ROWS"], MOST_TOKENS * heads_per_group)
+    in_gluon = copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    settings["ROWS"] = min(ROWS_IN_GLUON if in_gluon else settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, packed)
     out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+    if in_gluon:
+        from tamis.attention.kernels.selected.hopper import attend_on_hopper  # here, because not every Triton has Gluon
+
+        attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, softmax_scale(q_BSHD, scale) * LOG2E)
+        return out, lse, unions
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
         q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
         unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
@@ -86,6 +95,13 @@ def union_forward(
         PRECISION=precision(q_BSHD.dtype), COPIED=copied, **settings,
     )  # fmt: skip
     return out, lse, unions
+
+
+def copies_blocks(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
+    """Whether `selected/hopper.py` has the kernel for these. A cache may be longer than its keys, as above."""
+    from_the_first = start_argument(start) is None and k_BTGD.shape[1] == q_BSHD.shape[1]
+    heads_per_group = q_BSHD.shape[2] // k_BTGD.shape[2]
+    return from_the_first and spec.l_sel == MOST_KEYS and heads_per_group > 1 and specializes_warps(k_BTGD, v_BTGD)
 
 
 def unite_choices(
