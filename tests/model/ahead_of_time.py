@@ -28,11 +28,11 @@ def launch_everything(dtype: torch.dtype) -> None:
         for soft_cap in (0.0, 15.0):
             cross_entropy_rows_(logits, targets, VOCAB, write_gradient, soft_cap)
     merged = torch.empty(ROWS, 2 * WIDTH, dtype=dtype)
-    swiglu_rows_backward(swiglu_rows(merged), merged)
+    swiglu_rows_backward._init_fn(swiglu_rows(merged), merged)  # called as an operator, it would load the compiler
     stream, weight = torch.empty(ROWS, DIM, dtype=dtype), torch.empty(DIM)
-    total, normed, inverse = add_and_norm_rows(stream, stream, weight, 1e-5)
+    total, normed, inverse = add_and_norm_rows._init_fn(stream, stream, weight, 1e-5)
     for d_total in (None, total):
-        add_and_norm_rows_backward(d_total, normed, total, inverse, weight)
+        add_and_norm_rows_backward._init_fn(d_total, normed, total, inverse, weight)
     table = torch.empty(ROWS, 32)
     for sizes, rotated in (([12, 2, 2], [True, True, False]), ([12, *[2] * 6, 1], ROTATED)):
         heads = torch.empty(1, ROWS, sum(sizes), 64, dtype=dtype)
