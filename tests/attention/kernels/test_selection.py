@@ -43,22 +43,27 @@ def test_ids_are_those_of_the_reference(poisoned_memory, dtype, spec, tokens, he
     assert_as_good_as_the_reference(q, k_cmp, spec)
 
 
-def test_equal_scores_give_the_lower_index(poisoned_memory):
+MANY = NSASpec(l=8, d=4, l_sel=8, n_sel=9, w=24)  # six blocks are chosen by score, from several runs
+
+
+@pytest.mark.parametrize("spec", [SMALL, MANY])
+def test_equal_scores_give_the_lower_index(poisoned_memory, spec):
     """Keys of zero score all visible blocks alike, except for what the edges take away."""
-    q, k_cmp, *_ = random_inputs(SMALL, tokens=203, groups=1)
+    q, k_cmp, *_ = random_inputs(spec, tokens=203, groups=1)
     zero = torch.zeros_like(k_cmp)
-    assert torch.equal(selected(q, zero, SMALL), reference.select_blocks(q, zero, SMALL))
+    assert torch.equal(selected(q, zero, spec), reference.select_blocks(q, zero, spec))
 
 
-def test_scores_that_vanish_are_ties_too(poisoned_memory):
+@pytest.mark.parametrize("spec", [SMALL, MANY])
+def test_scores_that_vanish_are_ties_too(poisoned_memory, spec):
     """One key takes all the weight: every other score is exactly 0, and the lowest blocks win."""
-    q, k_cmp, *_ = random_inputs(SMALL, tokens=150, groups=1, heads_per_group=1)
+    q, k_cmp, *_ = random_inputs(spec, tokens=150, groups=1, heads_per_group=1)
     with torch.no_grad():
         q.fill_(1.0)
         k_cmp.fill_(-30.0)
         k_cmp[:, 20] = 30.0
-    seen = SMALL.last_token(20)
-    assert torch.equal(selected(q, k_cmp, SMALL)[:, seen:], reference.select_blocks(q, k_cmp, SMALL)[:, seen:])
+    seen = spec.last_token(20)
+    assert torch.equal(selected(q, k_cmp, spec)[:, seen:], reference.select_blocks(q, k_cmp, spec)[:, seen:])
 
 
 def test_a_sequence_shorter_than_a_compressed_block_takes_its_only_block(poisoned_memory):
