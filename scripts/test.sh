@@ -9,9 +9,9 @@ bash scripts/prime_bootstrap.sh --test --from-script
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy & types=$!  # while the tests are compiled and run, which does not keep two cores busy
-# The first time, one process compiles what the tests import, before six would do so at once.
+# The first time, one process compiles what the tests import, before five would do so at once.
 [ -d tests/__pycache__ ] || .venv/bin/python -m pytest -qq --collect-only "$@" >/dev/null || true  # the next line reports
 # More than twice as many processes as two cores: many tests wait for trainers that they started. A file stays in one process,
 # which shares the file's fixtures, and the order of tests/conftest.py is kept: the longest files start first.
-.venv/bin/python -m pytest -n "${TEST_PROCESSES:-6}" --dist loadscope --no-loadscope-reorder "$@"
+.venv/bin/python -m pytest -n "${TEST_PROCESSES:-5}" --dist loadscope --no-loadscope-reorder "$@"
 wait "$types"

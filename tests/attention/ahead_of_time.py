@@ -139,7 +139,7 @@ def main() -> None:
             # A window of one token is a number that Triton would make a constant.
             launch_step(torch.bfloat16, 6, 64, batch=1, spec=NSASpec(w=1), cached=4321)
             launch_packed_bands(torch.bfloat16, 6, 64)
-            for n_sel, tokens in ((32, 8192), (64, 8192), (16, 524288)):
+            for n_sel, tokens in ((32, 65536), (64, 65536), (16, 524288)):
                 launch_choices(n_sel, tokens)
         report[shape] = {name: compiled[name] for name in compiled if name not in already}
         for kernel, needs in report[shape].items():

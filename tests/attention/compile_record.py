@@ -5,7 +5,7 @@ had to compile and removes what none of them used. A kernel that is not recorded
 
 The key of an entry is made of Triton's own key for a binary. That covers the source of the kernel and of all that it
 calls, its signature, constants and options, the GPU, Triton's files and the version of ptxas. Line numbers are left
-out, because an edit above a kernel does not change it. Every run compiles one recorded kernel of each module and
+out, because an edit above a kernel does not change it. Every run compiles one recorded kernel of each folder and
 compares it with its entry.
 """
 
@@ -100,7 +100,7 @@ def use_record(path: Path = RECORD) -> None:
     recorded, used, compile_kernel = read_record(path), Entries(), triton.compiler.compile
     keys: dict[str, list[str]] = {}
     for name, entries in recorded.items():
-        keys.setdefault(name.rpartition(".")[0], []).extend(entries)
+        keys.setdefault(name.rsplit(".", 2)[0], []).extend(entries)
     compared = {min(found) for found in keys.values()}
 
     def look_up(src: Any, target: Any, options: dict[str, Any], **_: Any) -> Measured:
