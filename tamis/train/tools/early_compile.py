@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,10 +115,13 @@ def marker_of(config: Config, gpu: str) -> Path | None:
     """Return the file that marks a configuration as compiled, by all the kernels depend on; None without a cache."""
     if (cache := os.environ.get("TRITON_CACHE_DIR")) is None:
         return None
-    train = config.train
+    train, triton = config.train, find_spec("triton")
     sizes = (train.seq_len, train.batch_size, config.data.packing, config.runtime.precision)
-    digest = hashlib.sha256(repr((gpu, version("triton"), config.model, config.nsa, sizes)).encode())
-    for source in sorted([Path(__file__), *TAMIS.glob("attention/**/*.py"), *TAMIS.glob("model/*.py")]):
+    digest = hashlib.sha256(repr((gpu, config.model, config.nsa, sizes)).encode())
+    sources = [Path(__file__), *TAMIS.glob("attention/**/*.py"), *TAMIS.glob("model/*.py")]
+    if triton is not None and triton.origin is not None:
+        sources.append(Path(triton.origin))  # has the version
+    for source in sorted(sources):
         digest.update(source.read_bytes())
     return Path(cache) / f"compiled-{digest.hexdigest()[:16]}"
 
