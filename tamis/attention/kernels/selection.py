@@ -2,8 +2,8 @@
 
 Two kernels. `_score_kernel` holds the queries of all heads of a few tokens and walks the keys: it recomputes
 `p = exp(qk − lse)`, adds the group's heads, folds compressed blocks into selection blocks, and stores the scores in
-runs of a few blocks, with the best of each run; the per-head `S × N` is never stored. `_top_kernel` takes the best
-runs, which must hold the best blocks, and looks there. Scores are float32 throughout and are compared whole, ties to
+runs of a few blocks, with the best of each run; the per-head `S × N` is never stored. `_top_kernel` takes one block
+after the other from the run whose best is highest, and reads no other run. Scores are float32 throughout and are compared whole, ties to
 the lower index: the ids are the reference's except where two scores differ by float32 rounding. Tokens are walked in
 chunks, so that few scores are held at once.
 
@@ -41,7 +41,7 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
-TOP_ELEMENTS = 2048  # scores one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
+TOP_ELEMENTS = 2048  # runs one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 PROGRAMS_OF_SCORES = 1024  # where tokens make fewer, as in a chunk of a very long sequence, programs share its runs
 RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is recompiled as the prompt grows
 
@@ -221,17 +221,34 @@ def _store_scores(
 
 
 @triton.jit
-def _best(value, COUNT: tl.constexpr, SLOTS: tl.constexpr, UNUSED: tl.constexpr):
-    """Columns of the COUNT best entries of each row, the lower column first among equals, ascending; −1 is no entry."""
-    column = tl.arange(0, value.shape[1])[None, :]
+def _best_blocks(
+    best, scores, row, runs, COUNT: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
+    UNUSED: tl.constexpr,
+):  # fmt: skip
+    """The COUNT best blocks of each row, the lower one first among equals; `best` is what each run's best scores.
+
+    Each round takes the best block of the best run, and looks in that run for its next. Equal scores are met from the
+    lowest block on: what of a run is above the round's, or equal and not behind its block, was taken.
+    """
+    run = tl.arange(0, best.shape[1])[None, :]
+    inner = tl.arange(0, RUN_P2)[None, :]
     slot = tl.arange(0, SLOTS)[None, :]
-    found = tl.full([value.shape[0], SLOTS], UNUSED, tl.int32)
+    found = tl.full([best.shape[0], SLOTS], UNUSED, tl.int32)
+    last_top, last_block = tl.zeros([best.shape[0]], tl.float32), tl.zeros([best.shape[0]], tl.int32)
     for rank in range(COUNT):
-        top = tl.max(value, 1)
-        at = tl.min(tl.where(value == top[:, None], column, UNUSED), 1)
-        found = tl.where((slot == rank) & (top >= 0.0)[:, None], at[:, None], found)
-        value = tl.where(column == at[:, None], -1.0, value)
-    return tl.sort(found)
+        top = tl.max(best, 1)
+        at_run = tl.min(tl.where(best == top[:, None], run, UNUSED), 1)
+        there = (top >= 0.0) & (at_run < UNUSED)
+        at = (row * runs + at_run)[:, None] * RUN_P2 + inner
+        score = tl.load(scores + at, mask=there[:, None], other=-1.0)
+        block = at_run[:, None] * RUN + inner
+        left = (score == top[:, None]) & ((top < last_top)[:, None] | (block > last_block[:, None]))
+        last_block = tl.min(tl.where(left, block, UNUSED), 1)
+        last_top = top
+        found = tl.where((slot == rank) & there[:, None], last_block[:, None], found)
+        left = (score < top[:, None]) | (left & (block > last_block[:, None]))
+        best = tl.where(run == at_run[:, None], tl.max(tl.where(left, score, -1.0), 1)[:, None], best)
+    return found
 
 
 @PreparedKernel
@@ -267,19 +284,8 @@ def _top_kernel(
     if FREE > 0 and last // L_SEL >= N_SEL:
         run = tl.arange(0, RUNS_P2)[None, :]
         there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
-        if RUNS_P2 > SLOTS:
-            # A block among the FREE best lies in a run whose best is among the FREE best runs.
-            best = tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0)
-            run_ids = _best(best, FREE, SLOTS, UNUSED)
-        else:
-            run_ids = tl.where(there, run, UNUSED)
-        inner = tl.arange(0, RUN_P2)[None, None, :]
-        at = (row[:, None] * runs + run_ids)[:, :, None] * RUN_P2 + inner
-        value = tl.load(scores + at, mask=(run_ids < UNUSED)[:, :, None], other=-1.0)
-        entries = _best(tl.reshape(value, [BM, value.shape[1] * RUN_P2]), FREE, SLOTS, UNUSED)
-        held = tl.arange(0, value.shape[1])[None, None, :]
-        run_of_entry = tl.sum(tl.where((entries // RUN_P2)[:, :, None] == held, run_ids[:, None, :], 0), 2)
-        by_score = run_of_entry * RUN + entries % RUN_P2
+        best = tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0)
+        by_score = _best_blocks(best, scores, row, runs, FREE, SLOTS, RUN, RUN_P2, UNUSED)
     forced = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest[:, None] - 1, newest[:, None]))
     chosen = tl.where(slot < FREE, by_score, forced)
     every = tl.where(slot <= newest[:, None], slot, UNUSED)  # where there are no more than N_SEL
@@ -335,7 +341,7 @@ def select_from_lse(
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
         runs_p2 = max(next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
-        rows = rows_of_top(max(runs_p2, min(slots, runs_p2) * run_p2))
+        rows = rows_of_top(runs_p2)
         _top_kernel[(cdiv(t_end - t_begin, rows) * B * G,)](
             scores, best_of_run, ids, table, B, S, G, start_argument(start), runs, t_begin, t_end,
             L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
