@@ -12,7 +12,6 @@ The kernels of the gates are here too. Forward, `out = Σ gate·branch`; backwar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -38,6 +37,7 @@ from tamis.attention.kernels.launch import PreparedKernel, cdiv, padded, softmax
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
+from tamis.attention.kernels.streams import launched_on, profiled_range, side_stream, wait_for_side
 from tamis.attention.kernels.tuned import with_fallback
 from tamis.attention.packing import PackedTables, ids_in_documents, ids_in_row
 from tamis.attention.spec import NSASpec, Start, latest_start
@@ -91,16 +91,18 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
+    side = side_stream(q)
     # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
-    with _range("window"):
+    with profiled_range("window"), launched_on(side):
         out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
-    with _range("compressed"):
+    with profiled_range("compressed"):
         out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
-    with _range("selection"):
+    with profiled_range("selection"):
         if ids is None:
             ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
-    with _range("selected"):
+    with profiled_range("selected"):
         out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
+    wait_for_side(side)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
@@ -149,14 +151,17 @@ def run_backward(
         statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
         compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
         # Before the many short launches of the selected branch, whose host time they hide.
-        dk_win, dv_win = key_gradients(q, *window, dout)
-        dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
+        side = side_stream(q)
+        with launched_on(side):
+            dk_win, dv_win = key_gradients(q, *window, dout)
+            dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk_sel, dv_sel = selected_backward(
             q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
             packed=tables, scale=scale,
         )  # fmt: skip
         add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
+        wait_for_side(side)
         return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
     return with_fallback(gradients)
@@ -242,12 +247,6 @@ def _(q, k_cmp, spec, *rest):  # type: ignore[no-untyped-def]
 
 def _tables(packed: Tensor | None, documents: int, longest: int, q: Tensor, spec: NSASpec) -> PackedTables | None:
     return None if packed is None else PackedTables.of(packed, documents, q.shape[1], longest, spec)
-
-
-def _range(name: str) -> AbstractContextManager[Any]:
-    """A named range for a running profiler. Without one `record_function` would still cost about 10 µs of host time."""
-    profiling = torch.autograd.profiler._is_profiler_enabled
-    return torch.profiler.record_function(name) if profiling else nullcontext()
 
 
 def compressed_band(
