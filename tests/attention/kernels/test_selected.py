@@ -15,6 +15,7 @@ from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
 from tamis.attention import reference  # isort: skip
 from tamis.attention.kernels.banded import statistics as banded_statistics  # isort: skip
 from tamis.attention.kernels.selected import layout as selected_layout  # isort: skip
+from tamis.attention.kernels.selected import lists as selected_lists  # isort: skip
 from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: skip
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
 from tamis.attention.kernels.launch import takes_halves  # isort: skip
@@ -333,7 +334,11 @@ def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(m
     assert grids == [(6,)]
 
 
-def test_every_pair_is_listed_once_in_order_and_items_are_bounded() -> None:
+@pytest.mark.parametrize("few_words", [0, selected_lists.FEW_WORDS])
+def test_every_pair_is_listed_once_in_order_and_items_are_bounded(
+    few_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_lists, "FEW_WORDS", few_words)
     case = Case(tokens=300, groups=2, heads=1, batch=2)
     layout = Layout.of(case.ids, case.spec, 1, chunk=600)
     (chunk,) = chunks_of_pairs(case.ids, layout)

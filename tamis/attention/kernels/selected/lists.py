@@ -29,6 +29,7 @@ from tamis.attention.packing import PackedTables
 
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
+FEW_WORDS = 8192  # of marks that one program sums, which takes less time than two more launches
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,14 @@ def _build_span(
     device = ids_BSGn.device
 
     marks = torch.zeros(lists * layout.words, dtype=torch.int32, device=device)
-    counts = torch.empty_like(marks)
     pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
-    tables = (unions.counts if unions else counts, packed.token if packed else None)
+    tables = (unions.counts if unions else marks, packed.token if packed else None)
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
     constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel, "TILE": unions.tile if unions else None}
     _mark_pairs[grid](ids_BSGn, *tables, marks, *bounds, *geometry, **constants, BLOCK=1024)
-    _count_marks[(cdiv(marks.numel(), 1024),)](marks, counts, marks.numel(), BLOCK=1024)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    ends = _ends_of(marks)
     _place_pairs[grid](ids_BSGn, *tables, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
 
     items = torch.zeros((4, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
@@ -99,7 +98,7 @@ def _build_span(
         layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, EVERY_PART=every_part,
         CUTTERS=CUTTERS, BLOCK=1024,
     )  # fmt: skip
-    del marks, counts, ends  # not needed by the kernels that run between the chunks
+    del marks, ends  # not needed by the kernels that run between the chunks
     for c in range(chunks):
         yield Chunk(
             first_segment + c * layout.segments_per_chunk,
@@ -161,6 +160,24 @@ def _mark_pairs(
     )  # fmt: skip
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
+
+
+def _ends_of(marks: Tensor) -> Tensor:
+    """How many pairs are marked in each word and all before it."""
+    sums, words = torch.empty_like(marks), marks.numel()
+    if words <= FEW_WORDS:
+        _sum_marks[(1,)](marks, sums, words, BLOCK=FEW_WORDS, num_warps=8)
+        return sums
+    _count_marks[(cdiv(words, 1024),)](marks, sums, words, BLOCK=1024)
+    return torch.cumsum(sums, 0, dtype=torch.int32)
+
+
+@PreparedKernel
+@triton.jit
+def _sum_marks(marks, sums, words, BLOCK: tl.constexpr):
+    word = tl.arange(0, BLOCK)
+    counts = _count_bits(tl.load(marks + word, mask=word < words, other=0))
+    tl.store(sums + word, tl.cumsum(counts, 0), mask=word < words)
 
 
 @PreparedKernel
