@@ -37,7 +37,7 @@ from tamis.attention.kernels.launch import PreparedKernel, cdiv, padded, softmax
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
-from tamis.attention.kernels.streams import launched_on, profiled_range, side_stream, wait_for_side
+from tamis.attention.kernels.streams import SideStream, profiled_range
 from tamis.attention.kernels.tuned import with_fallback
 from tamis.attention.packing import PackedTables, ids_in_documents, ids_in_row
 from tamis.attention.spec import NSASpec, Start, latest_start
@@ -91,18 +91,18 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
-    side = side_stream(q)
+    side = SideStream(q)
     # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
-    with profiled_range("window"), launched_on(side):
+    with profiled_range("window"):
         out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
-    with profiled_range("compressed"):
-        out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
-    with profiled_range("selection"):
-        if ids is None:
-            ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
-    with profiled_range("selected"):
-        out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
-    wait_for_side(side)
+    with side:
+        with profiled_range("compressed"):
+            out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
+        with profiled_range("selection"):
+            if ids is None:
+                ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
+        with profiled_range("selected"):
+            out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
     out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
@@ -150,18 +150,17 @@ def run_backward(
         window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
         statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
         compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
+        side = SideStream(q)
         # Before the many short launches of the selected branch, whose host time they hide.
-        side = side_stream(q)
-        with launched_on(side):
-            dk_win, dv_win = key_gradients(q, *window, dout)
-            dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
+        dk_win, dv_win = key_gradients(q, *window, dout)
+        dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk_sel, dv_sel = selected_backward(
-            q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-            packed=tables, scale=scale,
-        )  # fmt: skip
-        add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
-        wait_for_side(side)
+        with side:
+            dk_sel, dv_sel = selected_backward(
+                q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
+                packed=tables, scale=scale,
+            )  # fmt: skip
+            add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
         return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
     return with_fallback(gradients)

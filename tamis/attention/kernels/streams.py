@@ -1,4 +1,4 @@
-"""How the branches of attention are queued: next to each other inside a CUDA graph, and under names for a profiler."""
+"""How the branches of attention are queued: next to each other on a GPU, and under names for a profiler."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEW_TOKENS = 8192  # up to here the kernels of one branch leave most of a GPU idle
+MOST_TOKENS = 131072  # of a call: a longer one gains nothing, and its memory would lie in two pools
 
 
-def side_stream(q_BSHD: Tensor) -> torch.cuda.Stream | None:
-    """A stream whose launches run next to those of the current stream until `wait_for_side`; None: they run one by one.
+class SideStream:
+    """A stream of high priority: what a `with` block launches runs next to what the current stream was given since.
 
-    Only for few tokens, and only while a CUDA graph is captured: there it costs the host nothing. What is allocated on
-    the stream may be freed any time after `wait_for_side`, because its next use waits for the current stream.
+    The selected branch goes there. Between its products it joins partial results, which is bound by memory, and makes
+    lists, which leaves most of the GPU idle: the products of the other branches fill those times.
+
+    The current stream waits at the end of the block, so what the block reads must live until then. What it allocates
+    may be freed any time later, because the next use of the side stream waits for the current one.
     """
-    if not q_BSHD.is_cuda or q_BSHD.shape[0] * q_BSHD.shape[1] > FEW_TOKENS:
-        return None
-    side = _side_stream(q_BSHD.device)  # made before the capture, which a warm-up precedes
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    side.wait_stream(torch.cuda.current_stream())
-    return side
+
+    def __init__(self, q_BSHD: Tensor) -> None:
+        self._stream = None
+        if q_BSHD.is_cuda and q_BSHD.shape[0] * q_BSHD.shape[1] <= MOST_TOKENS:
+            self._stream = _stream_of_high_priority(q_BSHD.device)
+            self._current = torch.cuda.current_stream(q_BSHD.device)
+            self._begin = self._current.record_event()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_event(self._begin)
+            torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._current)
+            self._current.wait_stream(self._stream)
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def launched_on(side: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if side is None else torch.cuda.stream(side)
-
-
-def wait_for_side(side: torch.cuda.Stream | None) -> None:
-    """Let the current stream wait for what was launched on `side`."""
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)
+def _stream_of_high_priority(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def profiled_range(name: str) -> AbstractContextManager[Any]:

@@ -50,7 +50,7 @@ HOPPER = {
     ("dq", 128): Tile(128, 64, 8, 2),
     ("dkv", 64): Tile(64, 64, 4, 3),
     ("dkv", 128): Tile(64, 64, 4, 2),
-    ("score", 64): Tile(64, 64, 4, 3),
+    ("score", 64): Tile(64, 64, 4, 2),
     ("score", 128): Tile(64, 64, 4, 2),
     # Where the tensor memory accelerator copies the tiles that are walked.
     ("forward_copied", 128): Tile(128, 64, 4, 2),
