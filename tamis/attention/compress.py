@@ -3,10 +3,13 @@
 A block is `l/d` pieces of `d` tokens, shared with its neighbours. The first matrix is applied to each piece once for
 each offset the piece may have in a block; the results are shifted and added. No overlapping copy is made. Pieces of
 packed documents begin anywhere in the row, so they are copied to where a single document would have them.
+
+Shapes: B batch, S tokens, M compressions, G groups, D head dim, N blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -26,25 +29,42 @@ class Compression(nn.Module):
 
     def forward(self, x_BSGD: Tensor, row: PackedRow | None = None) -> Tensor:
         """Return `[B,N,G,D]`, one per block."""
-        if row is None or not self.spec.compressed_blocks(row.tokens):
-            return self.of_sequence(x_BSGD)
-        layout = row.pieces(self.spec)
-        pieces: Tensor = _Rearrange.apply(x_BSGD, layout.token_of_slot, layout.slot_of_token)  # type: ignore[no-untyped-call]
-        blocks = self.of_sequence(pieces)
-        return cast(Tensor, _Rearrange.apply(blocks, layout.piece_of_block, layout.block_of_piece))  # type: ignore[no-untyped-call]
+        return compress_together([self], x_BSGD[:, :, None], row)[0]
 
-    def of_sequence(self, x_BSGD: Tensor) -> Tensor:
+    @staticmethod
+    def of_sequences(phis: Sequence[Any], x_BSMGD: Tensor) -> Tensor:
         raise NotImplementedError
+
+
+def compress_together(
+    phis: Sequence[Compression], x_BSMGD: Tensor, row: PackedRow | None = None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compress `x[:, :, m]` by `phis[m]`, of one kind, and return each result `[B,N,G,D]`.
+
+    Keys and values are compressed so: two small products of each kind become one, and a short sequence takes less
+    time to launch them.
+    """
+    spec, of_sequences = phis[0].spec, phis[0].of_sequences
+    if row is None or not spec.compressed_blocks(row.tokens):
+        return of_sequences(phis, x_BSMGD).unbind()
+    layout = row.pieces(spec)
+    pieces: Tensor = _Rearrange.apply(x_BSMGD, layout.token_of_slot, layout.slot_of_token)  # type: ignore[no-untyped-call]
+    blocks = of_sequences(phis, pieces).flatten(0, 1)
+    blocks = cast(Tensor, _Rearrange.apply(blocks, layout.piece_of_block, layout.block_of_piece))  # type: ignore[no-untyped-call]
+    return blocks.unflatten(0, (len(phis), -1)).unbind()
 
 
 class MeanCompression(Compression):
     """φ = mean of the block."""
 
-    def of_sequence(self, x_BSGD: Tensor) -> Tensor:
-        pieces = _pieces(x_BSGD, self.spec).float().mean(dim=2)  # [B, P, G, D]
-        per_block = self.spec.pieces_per_compressed
-        blocks = self.spec.compressed_blocks(x_BSGD.shape[1])
-        return torch.stack([pieces[:, m : m + blocks] for m in range(per_block)]).mean(dim=0).to(x_BSGD.dtype)
+    @staticmethod
+    def of_sequences(phis: Sequence[MeanCompression], x_BSMGD: Tensor) -> Tensor:
+        """Return `[M,B,N,G,D]`."""
+        spec = phis[0].spec
+        pieces = _pieces(x_BSMGD, spec).float().mean(dim=2)  # [B, P, M, G, D]
+        blocks = spec.compressed_blocks(x_BSMGD.shape[1])
+        shifted = [pieces[:, m : m + blocks] for m in range(spec.pieces_per_compressed)]
+        return torch.stack(shifted).mean(dim=0).to(x_BSMGD.dtype).permute(2, 0, 1, 3, 4)
 
 
 class LearnedCompression(Compression):
@@ -56,16 +76,24 @@ class LearnedCompression(Compression):
         self.hidden = nn.Linear(spec.l * dim, dim)
         self.out = nn.Linear(dim, dim)
 
-    def of_sequence(self, x_BSGD: Tensor) -> Tensor:
-        spec, dim = self.spec, x_BSGD.shape[-1]
-        per_block, blocks = spec.pieces_per_compressed, spec.compressed_blocks(x_BSGD.shape[1])
-        weight = self.hidden.weight.view(dim, per_block, spec.d * dim)
+    @staticmethod
+    def of_sequences(phis: Sequence[LearnedCompression], x_BSMGD: Tensor) -> Tensor:
+        """Return `[M,B,N,G,D]`."""
+        spec, (batch, tokens, count, groups, dim) = phis[0].spec, x_BSMGD.shape
+        per_block, blocks = spec.pieces_per_compressed, spec.compressed_blocks(tokens)
+        first = torch.stack([phi.hidden.weight for phi in phis])
         # The product of the offset embedding and the first matrix is a constant, so it joins the bias.
-        bias = self.hidden.bias + self.hidden.weight @ self.place.flatten()
-        pieces = _pieces(x_BSGD, spec).transpose(2, 3).flatten(3)  # [B, P, G, d·D]
-        partial = F.linear(pieces, weight.permute(1, 0, 2).reshape(per_block * dim, -1)).unflatten(-1, (per_block, dim))
-        total = sum(partial[:, m : m + blocks, :, m] for m in range(per_block))
-        return self.out(F.silu(total + bias))
+        places = torch.stack([phi.place.flatten() for phi in phis])
+        bias = torch.stack([phi.hidden.bias for phi in phis]) + torch.bmm(first, places[..., None])[..., 0]
+        pieces = _pieces(x_BSMGD, spec).permute(3, 0, 1, 4, 2, 5)  # [M, B, P, G, d, D]
+        by_offset = first.view(count, dim, per_block, spec.d * dim).transpose(1, 2).flatten(1, 2)
+        partial = torch.bmm(pieces.reshape(count, -1, spec.d * dim), by_offset.mT)
+        partial = partial.view(count, batch, -1, groups, per_block, dim)
+        total = sum(partial[:, :, m : m + blocks, :, m] for m in range(per_block))
+        hidden = F.silu(total + bias[:, None, None, None])
+        second = torch.stack([phi.out.weight for phi in phis])
+        out = torch.baddbmm(torch.stack([phi.out.bias for phi in phis])[:, None], hidden.flatten(1, 3), second.mT)
+        return out.view(count, batch, blocks, groups, dim)
 
 
 class _Rearrange(torch.autograd.Function):
@@ -79,11 +107,12 @@ class _Rearrange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (inverse,) = ctx.saved_tensors
-        return d_out[:, inverse.clamp_min(0)].where((inverse >= 0)[:, None, None], 0), None, None
+        exists = (inverse >= 0).view(-1, *[1] * (d_out.dim() - 2))
+        return d_out[:, inverse.clamp_min(0)].where(exists, 0), None, None
 
 
-def _pieces(x_BSGD: Tensor, spec: NSASpec) -> Tensor:
-    """Return `[B, P, d, G, D]`: the stride-d pieces that some whole block covers."""
-    blocks = spec.compressed_blocks(x_BSGD.shape[1])
+def _pieces(x_BSMGD: Tensor, spec: NSASpec) -> Tensor:
+    """Return `[B, P, d, M, G, D]`: the stride-d pieces that some whole block covers."""
+    blocks = spec.compressed_blocks(x_BSMGD.shape[1])
     pieces = blocks + spec.pieces_per_compressed - 1 if blocks else 0
-    return x_BSGD[:, : pieces * spec.d].unflatten(1, (pieces, spec.d))
+    return x_BSMGD[:, : pieces * spec.d].unflatten(1, (pieces, spec.d))

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention.cache import Cache, NSACache
-from tamis.attention.compress import LearnedCompression, MeanCompression
+from tamis.attention.compress import Compression, LearnedCompression, MeanCompression, compress_together
 from tamis.attention.decode import nsa_decode, tile_attention
 from tamis.attention.functional import Backend, nsa_attention, select_blocks
 from tamis.attention.packing import PackedRow, as_row
 from tamis.attention.rotary import Rotary, normalise_heads, split_heads
 from tamis.attention.spec import NSASpec, Start, latest_start
 
-ROTATED = [True, False, False, True, False, True, False, False]  # queries, and keys of the selected and window branches
+ROTATED = [True, False, True, False, True, False, False]  # of the parts: queries, keys of the selected and the window
 DEFAULT_MAX_LEN = 32768
 
 
@@ -66,7 +66,7 @@ class NSAAttention(nn.Module):
         self.compress_k, self.compress_v = (self._compression() for _ in range(2))
         self.out = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def _compression(self) -> nn.Module:
+    def _compression(self) -> Compression:
         return LearnedCompression(self.spec, self.dim) if self.phi == "mlp" else MeanCompression(self.spec)
 
     @property
@@ -88,38 +88,41 @@ class NSAAttention(nn.Module):
             raise ValueError(f"{x_BSE.shape[1]} tokens are more than max_len={self.max_len} of this layer")
         row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
         cos, sin = self.rotary.tables(row)
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, cos, sin)
+        q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, cos, sin)
         gates = self.gates(logits.flatten(2))
-        k_cmp, v_cmp = self.compress(k_cmp, v_cmp) if row is None else self._compress_packed(k_cmp, v_cmp, row)
+        k_cmp, v_cmp = self._compressed(to_compress, row)
         mixed = nsa_attention(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend,
             cu_seqlens=row, max_seqlen=self.max_len,
         )  # fmt: skip
         return self.out(mixed.flatten(2)), gates
 
-    def _compress_packed(self, k_BSGD: Tensor, v_BSGD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
-        k, v = self.compress_k(k_BSGD, row), self.compress_v(v_BSGD, row)
+    def _compressed(self, to_compress_BSCD: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:
+        kv = to_compress_BSCD.unflatten(2, (2, self.groups))
+        if row is None:
+            return self.compress(kv)
+        k, v = self._compress_unrotated(kv, row)
         return self.rotary(k, row.layout(self.spec).last_position), v
 
     @torch.no_grad()
     def selected_blocks(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> Tensor:
         """Return the ids of the blocks each query and group attends to, `[B,S,G,n_sel]`, as `select_blocks` does."""
         row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
-        q, k_cmp, v_cmp, *_ = self._parts(x_BSE, *self.rotary.tables(row))
-        k_cmp, _ = self.compress(k_cmp, v_cmp) if row is None else self._compress_packed(k_cmp, v_cmp, row)
+        q, to_compress, *_ = self._parts(x_BSE, *self.rotary.tables(row))
+        k_cmp, _ = self._compressed(to_compress, row)
         return select_blocks(q, k_cmp, self.spec, self.backend, cu_seqlens=row, max_seqlen=self.max_len)
 
     def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """Return queries, keys and values as attention takes them, and the gates' logits as padded heads.
 
+        The keys and values to compress are one part, because one product compresses both.
         All come from one product: with two, each would read the tokens and produce a gradient to be added.
         """
-        gate_heads = -(-self.gate.out_features // self.dim)
-        gate_weight = F.pad(self.gate.weight, (0, 0, 0, gate_heads * self.dim - self.gate.out_features))
+        sizes = heads_of_parts(self.heads, self.groups, self.dim)
+        gate_weight = F.pad(self.gate.weight, (0, 0, 0, sizes[-1] * self.dim - self.gate.out_features))
         heads = self._normed(
             F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
         )
-        sizes = [self.heads, *[self.groups] * 6, gate_heads]
         return split_heads(heads, cos, sin, sizes, ROTATED)
 
     def new_cache(self, batch: int, max_len: int | None = None) -> Cache:
@@ -184,9 +187,7 @@ class NSAAttention(nn.Module):
         q, raw, selected, window = self._rotated(heads_BSCD, positions)
         before, after = self.spec.compressed_blocks(start), self.spec.compressed_blocks(end)
         pending = torch.cat((cache.tail.newest(start - before * self.spec.d, start), raw), dim=1)
-        cache.compressed_BN2GD[:, before:after] = torch.stack(
-            self.compress(pending[:, :, 0], pending[:, :, 1], before), dim=2
-        )
+        cache.compressed_BN2GD[:, before:after] = torch.stack(self.compress(pending, before), dim=2)
         cache.selected_BT2GD[:, start:end] = selected
         recent = torch.cat((cache.window.newest(min(start, self.spec.w - 1), start), window), dim=1)
         cache.tail.write(raw, start)
@@ -202,7 +203,7 @@ class NSAAttention(nn.Module):
         # The batch takes the dimension of a tile's tokens, because each sequence has its own position.
         q, raw, selected, window = (t[0] for t in self._rotated(heads_B1CD.transpose(0, 1), positions_B))
         cache.tail.write_one(raw, positions_B)
-        k_cmp, v_cmp = self._compress_unrotated(*cache.tail.newest_of_each(positions_B).unbind(2))
+        k_cmp, v_cmp = self._compress_unrotated(cache.tail.newest_of_each(positions_B))
         k_cmp = self.rotary(k_cmp.transpose(0, 1), positions_B)[0]  # a block that ends now is rotated to now
         cache.write_block(torch.stack((k_cmp, v_cmp[:, 0]), dim=1), positions_B)
         cache.write_one(selected, positions_B)
@@ -239,14 +240,19 @@ class NSAAttention(nn.Module):
         """Return the gates by a product of their own, which needs no copy of the weights."""
         return torch.sigmoid(self.gate(x_BSE)).unflatten(-1, (self.heads, 3))
 
-    def compress(self, k_BSGD: Tensor, v_BSGD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
+    def compress(self, kv_BS2GD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
         """Return compressed keys, rotated to their block's last position, and values, from block `first_block` on."""
-        k, v = self._compress_unrotated(k_BSGD, v_BSGD)
+        k, v = self._compress_unrotated(kv_BS2GD)
         blocks = torch.arange(first_block, first_block + k.shape[1], device=k.device)
         return self.rotary(k, blocks * self.spec.d + self.spec.l - 1), v
 
-    def _compress_unrotated(self, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.compress_k(k_BSGD), self.compress_v(v_BSGD)
+    def _compress_unrotated(self, kv_BS2GD: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
+        return compress_together((self.compress_k, self.compress_v), kv_BS2GD, row)
+
+
+def heads_of_parts(heads: int, groups: int, dim: int) -> list[int]:
+    """Return how many heads each part has that the layer cuts its product into; the gates' logits are padded."""
+    return [heads, 2 * groups, *[groups] * 4, -(-3 * heads // dim)]
 
 
 def _check_sizes(heads: int, kv_heads: int, head_dim: int, phi: str) -> None:

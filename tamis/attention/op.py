@@ -160,7 +160,7 @@ def run_backward(
                 q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
                 packed=tables, scale=scale,
             )  # fmt: skip
-            add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
+        add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
         return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
     return with_fallback(gradients)

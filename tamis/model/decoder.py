@@ -84,9 +84,10 @@ def gate_statistics(gates_BSH3: Tensor) -> Tensor:
     """Return the five numbers of GATE_STATISTICS: mean share per branch, entropy of the shares in nats, collapse."""
     gates = gates_BSH3.detach().float()
     shares = gates / gates.sum(dim=-1, keepdim=True).clamp_min(1e-9)
-    entropy = -(shares * shares.clamp_min(1e-9).log()).sum(dim=-1).mean()
-    collapsed = (shares.amax(dim=-1) > COLLAPSED_SHARE).float().mean()
-    return torch.cat((shares.mean(dim=(0, 1, 2)), torch.stack((entropy, collapsed))))
+    entropy = -(shares * shares.clamp_min(1e-9).log()).sum(dim=-1)
+    collapsed = (shares.amax(dim=-1) > COLLAPSED_SHARE).float()
+    # Each number is a mean over the same elements, so that the compiler makes one reduction of them.
+    return torch.stack([x.mean() for x in (*shares.unbind(-1), entropy, collapsed)])
 
 
 class _NoBranch(torch.autograd.Function):

@@ -18,7 +18,7 @@ ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 
 def launch_everything(dtype: torch.dtype) -> None:
     from tamis.attention.kernels.split_heads import join_heads_rows, split_heads_rows
-    from tamis.attention.layer import ROTATED
+    from tamis.attention.layer import ROTATED, heads_of_parts
     from tamis.model.loss import cross_entropy_rows_
     from tamis.model.norm import add_and_norm_rows, add_and_norm_rows_backward
     from tamis.model.swiglu import swiglu_rows, swiglu_rows_backward
@@ -34,7 +34,7 @@ def launch_everything(dtype: torch.dtype) -> None:
     for d_total in (None, total):
         add_and_norm_rows_backward._init_fn(d_total, normed, total, inverse, weight)
     table = torch.empty(ROWS, 32)
-    for sizes, rotated in (([12, 2, 2], [True, True, False]), ([12, *[2] * 6, 1], ROTATED)):
+    for sizes, rotated in (([12, 2, 2], [True, True, False]), (heads_of_parts(12, 2, 64), ROTATED)):
         heads = torch.empty(1, ROWS, sum(sizes), 64, dtype=dtype)
         join_heads_rows(split_heads_rows(heads, table, table, sizes, rotated), table, table, rotated)
 

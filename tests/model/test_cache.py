@@ -116,7 +116,7 @@ def test_the_chosen_blocks_of_a_step_are_those_of_the_whole_sequence() -> None:
     layer, cache = model.blocks[0].attention, model.new_cache()
     x = model.blocks[0].attention_norm(model.embedding(tokens))
     q, k_cmp, v_cmp = layer._by_branch(layer._heads(x))[:3]
-    q, k_cmp = layer.rotary(q, torch.arange(TOKENS)), layer.compress(k_cmp, v_cmp)[0]
+    q, k_cmp = layer.rotary(q, torch.arange(TOKENS)), layer.compress(torch.stack((k_cmp, v_cmp), 2))[0]
     expected = select_blocks(q, k_cmp, layer.spec)
     assert (expected[0, -1] != torch.tensor([0, 7, 8, 9])).any()  # the scores, not position alone, decide
     for t in range(TOKENS):

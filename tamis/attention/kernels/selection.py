@@ -3,9 +3,9 @@
 Two kernels. `_score_kernel` holds the queries of all heads of a few tokens and walks the keys: it recomputes
 `p = exp(qk − lse)`, adds the group's heads, folds compressed blocks into selection blocks, and stores the scores in
 runs of a few blocks, with the best of each run; the per-head `S × N` is never stored. `_top_kernel` takes one block
-after the other from the run whose best is highest, and reads no other run. Scores are float32 throughout and are compared whole, ties to
-the lower index: the ids are the reference's except where two scores differ by float32 rounding. Tokens are walked in
-chunks, so that few scores are held at once.
+after the other from the run whose best is highest, and reads no other run. Scores are float32 throughout and are
+compared whole, ties to the lower index: the ids are the reference's except where two scores differ by float32 rounding.
+Tokens are walked in chunks, so that few scores are held at once.
 
 Shapes: B batch, S queries, the first at position `start`, H heads, G groups, R = H/G, D head dim, N compressed blocks;
 `RUN` blocks to a run. A kernel that gets None for `start` is compiled without it. Scores of a packed row count blocks

@@ -159,7 +159,7 @@ def launch_layers(config: Config) -> None:
     import torch
 
     from tamis.attention.kernels.split_heads import join_heads_rows, split_heads_rows
-    from tamis.attention.layer import ROTATED
+    from tamis.attention.layer import ROTATED, heads_of_parts
     from tamis.model import DTYPES
     from tamis.model.loss import LOGITS_AT_ONCE, cross_entropy_rows_
     from tamis.model.norm import add_and_norm_rows, add_and_norm_rows_backward
@@ -178,7 +178,7 @@ def launch_layers(config: Config) -> None:
         if model.mlp == "swiglu":
             merged = like.new_empty(batch * tokens, 2 * model.d_ff)
             swiglu_rows_backward._init_fn(swiglu_rows(merged), merged)
-        sizes = [model.n_heads, *[model.n_kv_groups] * 6, -(-3 * model.n_heads // model.d_k)]
+        sizes = heads_of_parts(model.n_heads, model.n_kv_groups, model.d_k)
         angles = torch.empty(tokens, model.d_k // 2)
         heads = like.new_empty(batch, tokens, sum(sizes), model.d_k)
         join_heads_rows(split_heads_rows(heads, angles, angles, sizes, ROTATED), angles, angles, ROTATED)

@@ -41,7 +41,7 @@ from tamis.attention.packing import KEYS_OF_TILE
 
 HEADS = 2  # of a group, that share the keys which a program of the forward kernel copies
 FORWARD_STAGES, KEYS_STAGES = 4, 3
-FORWARD_PROGRAMS = 2  # on a multiprocessor; each takes one tile of rows after the other
+FORWARD_PROGRAMS = 2  # on a multiprocessor; in the compressed branch each takes one tile of rows after the other
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -341,7 +341,9 @@ def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     works = B * cdiv(S, 64) * (H // HEADS)
-    forward_by_head[(min(works, FORWARD_PROGRAMS * _multiprocessors(q.device)),)](
+    # The window runs next to other kernels, for which its programs should make room: each takes one tile.
+    programs = works if band.window else min(works, FORWARD_PROGRAMS * _multiprocessors(q.device))
+    forward_by_head[(programs,)](
         out, lse, band.documents, *(described_heads(x) for x in (q, band.k, band.v)), works, S, G, band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=FORWARD_STAGES, HEADS=HEADS,
         num_warps=4, maxnreg=80,
