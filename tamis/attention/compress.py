@@ -83,16 +83,16 @@ class LearnedCompression(Compression):
         per_block, blocks = spec.pieces_per_compressed, spec.compressed_blocks(tokens)
         first = torch.stack([phi.hidden.weight for phi in phis])
         # The product of the offset embedding and the first matrix is a constant, so it joins the bias.
-        places = torch.stack([phi.place.flatten() for phi in phis])
-        bias = torch.stack([phi.hidden.bias for phi in phis]) + torch.bmm(first, places[..., None])[..., 0]
+        of_places = (first * torch.stack([phi.place.flatten() for phi in phis])[:, None]).sum(-1)
+        bias = torch.stack([phi.hidden.bias for phi in phis]) + of_places
         pieces = _pieces(x_BSMGD, spec).permute(3, 0, 1, 4, 2, 5)  # [M, B, P, G, d, D]
         by_offset = first.view(count, dim, per_block, spec.d * dim).transpose(1, 2).flatten(1, 2)
         partial = torch.bmm(pieces.reshape(count, -1, spec.d * dim), by_offset.mT)
         partial = partial.view(count, batch, -1, groups, per_block, dim)
         total = sum(partial[:, :, m : m + blocks, :, m] for m in range(per_block))
-        hidden = F.silu(total + bias[:, None, None, None])
-        second = torch.stack([phi.out.weight for phi in phis])
-        out = torch.baddbmm(torch.stack([phi.out.bias for phi in phis])[:, None], hidden.flatten(1, 3), second.mT)
+        hidden = F.silu(total + bias[:, None, None, None]).flatten(1, 3)
+        out = torch.bmm(hidden, torch.stack([phi.out.weight for phi in phis]).mT)
+        out = out + torch.stack([phi.out.bias for phi in phis])[:, None].to(out.dtype)
         return out.view(count, batch, blocks, groups, dim)
 
 

@@ -86,8 +86,8 @@ def gate_statistics(gates_BSH3: Tensor) -> Tensor:
     shares = gates / gates.sum(dim=-1, keepdim=True).clamp_min(1e-9)
     entropy = -(shares * shares.clamp_min(1e-9).log()).sum(dim=-1)
     collapsed = (shares.amax(dim=-1) > COLLAPSED_SHARE).float()
-    # Each number is a mean over the same elements, so that the compiler makes one reduction of them.
-    return torch.stack([x.mean() for x in (*shares.unbind(-1), entropy, collapsed)])
+    # As columns of one tensor, so that the compiler makes one reduction of them.
+    return torch.stack((*shares.unbind(-1), entropy, collapsed), dim=-1).flatten(0, 2).mean(dim=0)
 
 
 class _NoBranch(torch.autograd.Function):

@@ -103,17 +103,18 @@ class OptimizerStep:
             smallest *= torch.where(veto, math.nan, 1.0)
         self.scaler.unscale_(self.optimizer)
         norm = _whole(torch.nn.utils.get_total_norm(gradients))
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.train.grad_clip, norm)
+        clip = self.config.train.grad_clip
         if self.scaler.is_enabled():
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            # The fused kernel reads this flag on the device and skips the update: no wait for the host.
-            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-            if self.muon is not None:
-                self.muon.found_inf = self.optimizer.found_inf  # type: ignore[attr-defined]
-                self.muon.step()
+            for optimizer in (self.optimizer, *([self.muon] if self.muon else [])):
+                # Read on the device: a step is skipped without a wait for the host, and gradients are clipped by the
+                # kernel that applies them instead of one pass more over all of them.
+                optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+                optimizer.grad_scale = ((norm + 1e-6) / clip).clamp_min(1.0)  # type: ignore[attr-defined]
+                optimizer.step()
         if not self.keep_gradients:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -207,6 +208,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._rows = dict(zip(parameters, rows, strict=True))
         self.found_inf: Tensor | float = 0.0  # 1 on the device: this step changes nothing
+        self.grad_scale: Tensor | float = 1.0  # gradients are divided by it
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -226,7 +228,7 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, buffer = _local(parameter.grad) / self.grad_scale, _local(state["momentum_buffer"])
         if isinstance(keep, Tensor):
             gradient = torch.where(keep > 0, gradient, 0.0)
         buffer.add_((gradient - buffer) * ((1.0 - momentum) * keep))

@@ -377,7 +377,7 @@ def described_heads(x: Tensor) -> TensorDescriptor:
     """Boxes of 64 tokens of one head; a batch of one has any stride."""
     B, S, H, D = x.shape
     strides = [x.stride(0) if B > 1 else S * x.stride(1), x.stride(1), 1]
-    return TensorDescriptor(x, [B, S, H * D], strides, [1, 64, D], TILE)
+    return _descriptor(x, [B, S, H * D], strides, [1, 64, D], TILE)
 
 
 def _described_lines(x: Tensor) -> TensorDescriptor:
@@ -385,7 +385,17 @@ def _described_lines(x: Tensor) -> TensorDescriptor:
     B, H, S = x.shape
     if S % 4:
         x = F.pad(x, (0, -S % 4))
-    return TensorDescriptor(x, [B * H, S], [x.shape[2], 1], [1, 64], LINE)
+    return _descriptor(x, [B * H, S], [x.shape[2], 1], [1, 64], LINE)
+
+
+def _descriptor(
+    base: Tensor, shape: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:  # fmt: skip
+    """As the constructor, without its checks: `specializes_warps` has made them, and these took most of its time."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = base, shape, strides
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
+    return descriptor
 
 
 @lru_cache
