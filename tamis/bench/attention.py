@@ -31,10 +31,16 @@ def measure_attention(
     tokens: int,
     repeats: int = 7,
     device: str | None = None,
+    graph: bool = False,
 ) -> dict[str, Any]:
-    """Measure every shape at every length; prints the tables, returns the document."""
+    """Measure every shape at every length; prints the tables, returns the document.
+
+    With `graph` every call is replayed from a CUDA graph, as training does; else calls are queued one behind the other.
+    """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    if graph and place.type != "cuda":
+        raise ValueError("CUDA graphs need a GPU: leave --graph out")
     ceilings = measure_ceilings(place, dtype)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     print(f"{name}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
@@ -44,11 +50,12 @@ def measure_attention(
         check_agreement(shape, place, dtype)
         mine = []
         for length in lengths:
-            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings)
+            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings, graph)
             print(f"{length:,} tokens, both directions: {_summary(mine, length)}", flush=True)
         print_tables(shape, lengths, mine)
         rows += mine
-    return {"bench": "attention", "device": name, "dtype": str(dtype), "tokens": tokens, **ceilings, "rows": rows}
+    document = {"bench": "attention", "device": name, "dtype": str(dtype), "tokens": tokens, "graph": graph}
+    return {**document, **ceilings, "rows": rows}
 
 
 def _summary(rows: list[dict[str, Any]], length: int) -> str:
@@ -71,7 +78,14 @@ def check_agreement(shape: Shape, place: torch.device, dtype: torch.dtype) -> No
 
 
 def measure_length(
-    shape: Shape, length: int, tokens: int, place: torch.device, dtype: torch.dtype, repeats: int, ceilings: dict
+    shape: Shape,
+    length: int,
+    tokens: int,
+    place: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    ceilings: dict,
+    graph: bool = False,
 ) -> list[dict[str, Any]]:
     batch = max(1, tokens // length)
     floor = branches.least_work(shape, batch, length, dtype.itemsize)
@@ -79,15 +93,15 @@ def measure_length(
     for choices in ("random", "clustered"):
         inputs = branches.make_inputs(shape, batch, length, place, dtype, clustered=choices == "clustered")
         if choices == "random":
-            rows += [measure(x, place, repeats) for x in branches.dense(inputs)]
+            rows += [measure(x, place, repeats, graph) for x in branches.dense(inputs)]
             if length <= REFERENCE_UP_TO:
                 rows.append(measure(branches.plain_reference(shape, inputs), place, 1))
-        whole = measure(branches.whole(shape, inputs, choices), place, repeats)
+        whole = measure(branches.whole(shape, inputs, choices), place, repeats, graph)
         for direction, (flops, size) in floor.items():
             least_ms = max(flops / (ceilings["tflops"] * 1e12), size / (ceilings["tb_per_s"] * 1e12)) * 1e3
             if whole[f"{direction}_ms"]:
                 whole[f"{direction}_of_roofline"] = round(least_ms / whole[f"{direction}_ms"], 3)
-        rows += [whole, *(measure(x, place, repeats) for x in branches.parts(shape, inputs, choices))]
+        rows += [whole, *(measure(x, place, repeats, graph) for x in branches.parts(shape, inputs, choices))]
     cudnn = rows[0]
     for row in rows:
         row |= {"shape": shape.name, "length": length, "batch": batch}
@@ -96,20 +110,23 @@ def measure_length(
     return rows
 
 
-def measure(timed: Timed, place: torch.device, repeats: int) -> dict[str, Any]:
+def measure(timed: Timed, place: torch.device, repeats: int, graph: bool = False) -> dict[str, Any]:
     """Median milliseconds of forward and of both, and the peak memory of both above what was there."""
     row: dict[str, Any] = {"name": timed.name, "choices": timed.choices, "forward_ms": None, "both_ms": None}
     try:
-        row["forward_ms"] = median_ms(timed.forward, place, repeats)
+        row["forward_ms"] = median_ms(timed.forward, place, repeats, graph)
         if timed.both:
-            row |= {"both_ms": median_ms(timed.both, place, repeats), "peak_gib": peak_gib(timed.both, place)}
+            row |= {"both_ms": median_ms(timed.both, place, repeats, graph), "peak_gib": peak_gib(timed.both, place)}
     except RuntimeError as error:  # a kernel that does not take this shape, or memory that does not suffice
         row["error"] = str(error).splitlines()[0][:200]
     return row
 
 
-def median_ms(call: Callable[[], object], place: torch.device, repeats: int) -> float:
+def median_ms(call: Callable[[], object], place: torch.device, repeats: int, graph: bool = False) -> float:
     for _ in range(1 if repeats == 1 else 2):
+        call()
+    if graph:
+        call = captured(call)
         call()
     if place.type != "cuda":
         return round(statistics.median(_seconds(call) for _ in range(repeats)) * 1e3, 4)
@@ -120,6 +137,15 @@ def median_ms(call: Callable[[], object], place: torch.device, repeats: int) -> 
         end.record()
     torch.cuda.synchronize()
     return round(statistics.median(begin.elapsed_time(end) for begin, end in events), 4)
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of the call; the call has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -90,6 +90,9 @@ def bench_attention(
     tokens: Tokens = None,
     repeats: Repeats = None,
     device: Device = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="replay every call from a CUDA graph, as training does")
+    ] = False,
 ) -> None:
     """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
 
@@ -103,7 +106,7 @@ def bench_attention(
     shapes = sizes.shapes if shape is None else ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
         rows = measure_attention(
-            shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device
+            shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device, graph
         )
     print(json.dumps(rows))
 
