@@ -1,5 +1,7 @@
 """The whole operation by kernels: agreement with the reference, strides, repeats, refusals, compile, CUDA graphs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, random_inputs, relative_rmse  # isort: skip
 from tamis.attention import NSASpec, nsa_attention, op, reference, select_blocks
 from tamis.attention import functional as backend
+from tamis.attention.kernels import launch
 from tamis.attention.spec import as_numbers
 
 SMALL = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
@@ -199,3 +202,25 @@ def test_peak_memory_of_64k_tokens_stays_under_its_limit():
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(nsa_attention(*inputs, spec), inputs, dout)
     assert torch.cuda.max_memory_allocated() - before < 1.2 * 2**30
+
+
+@needs_gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_branches_next_to_each_other_give_the_bits_of_one_after_the_other(monkeypatch, graph):
+    spec = NSASpec()
+    for round_ in range(6):  # what a call allocates on either stream is free for the next one
+        inputs = random_inputs(spec, tokens=1800 + 700 * round_, heads_per_group=6, dim=64, dtype=torch.bfloat16)
+        dout = torch.randn_like(inputs[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "MOST_SIDE_TOKENS", 0)
+            expected = out_and_gradients(lambda *x: nsa_attention(*x, spec), inputs, dout)
+        out_and_gradients(lambda *x: nsa_attention(*x, spec), inputs, dout)
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded) if graph else nullcontext():
+            measured = out_and_gradients(lambda *x: nsa_attention(*x, spec), inputs, dout)
+        if graph:
+            recorded.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(measured, expected, strict=True):
+            assert torch.equal(x, y)

@@ -34,3 +34,8 @@ def test_nothing_is_reported_where_the_kernels_disagree(capsys, monkeypatch):
     with pytest.raises(attention.Disagreement, match="window dq"):
         attention.measure_attention(**SMALL)
     assert "whole" not in capsys.readouterr().out
+
+
+def test_graphs_are_refused_without_a_gpu():
+    with pytest.raises(ValueError, match="leave --graph out"):
+        attention.measure_attention(**SMALL, graph=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ LOG2E = 1.4426950408889634
 
 FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
+MOST_SIDE_TOKENS = (
+    131072  # of a call with a side stream: a longer one gains nothing, and its memory would lie in two pools
+)
+MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 GLUON_PROVED_WITH = ("3.6.",)  # versions of Triton
 NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))
 # Arguments that a launcher takes as they are; the others are tensors (`isinstance(x, Tensor)` is slow). A module whose
@@ -67,6 +71,14 @@ def _has_boxes_of_heads(x: Tensor) -> bool:
     adjacent = last == 1 and (heads == 1 or of_head == dim) and in_order
     aligned = of_token % 8 == 0 and x.data_ptr() % 16 == 0
     return dim == 64 and x.element_size() == 2 and x.numel() > 0 and adjacent and aligned
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -207,6 +219,41 @@ class PreparedKernel:
 def _box(descriptor: Any) -> tuple[Any, ...]:
     """What a kernel is compiled for; a launch passes on where the tensor lies."""
     return descriptor.base.dtype, *descriptor.block_shape
+
+
+class SideStream:
+    """A stream of high priority: what a `with` block launches runs next to what the current stream was given since.
+
+    The selected branch goes there. Between its products it joins partial results, which is bound by memory, and makes
+    lists, which leaves most of the GPU idle: the products of the other branches fill those times.
+
+    What the block uses of the current stream's memory must be allocated before this object is made, because memory that
+    is freed later may still be in use, and must live until the block ends, where the current stream waits. What the
+    block allocates may be freed any time later: each current stream has a side stream of its own, whose next use waits.
+    """
+
+    def __init__(self, q_BSHD: Tensor) -> None:
+        self._stream = None
+        if q_BSHD.is_cuda and q_BSHD.shape[0] * q_BSHD.shape[1] <= MOST_SIDE_TOKENS:
+            self._current = torch.cuda.current_stream(q_BSHD.device)
+            self._stream = _side_stream_of(q_BSHD.device, self._current.stream_id)
+            self._begin = self._current.record_event()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_event(self._begin)
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._stream is not None:
+            self._context.__exit__(*exception)
+            self._current.wait_stream(self._stream)
+
+
+@cache
+def _side_stream_of(device: torch.device, current: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def start_argument(start: Start) -> int | Tensor | None:

@@ -24,7 +24,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run on the CPU; each program of the forward kernel takes several tiles."""
     for name, kernel in kernels_on_cpu(hopper, "forward_by_head", "key_gradients_by_head").items():
         monkeypatch.setattr(hopper, name, kernel)
-    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
 
 
 def band_of(branch: str, k: Tensor, v: Tensor, tables: PackedTables | None) -> queries.Band:

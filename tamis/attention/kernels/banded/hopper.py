@@ -17,7 +17,7 @@ rows read the same tables.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tamis.attention.kernels.banded.keys import MOST_SPLITS, PROGRAMS_WANTED, sum_splits_kernel
 from tamis.attention.kernels.banded.queries import Band, Rows
-from tamis.attention.kernels.launch import LOG2E, PASSED_ON, PreparedKernel, cdiv
+from tamis.attention.kernels.launch import LOG2E, PASSED_ON, PreparedKernel, cdiv, multiprocessors
 from tamis.attention.packing import KEYS_OF_TILE
 
 HEADS = 2  # of a group, that share the keys which a program of the forward kernel copies
 FORWARD_STAGES, KEYS_STAGES = 4, 3
 FORWARD_PROGRAMS = 2  # on a multiprocessor; in the compressed branch each takes one tile of rows after the other
-MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 PASSED_ON.add(TensorDescriptor)
@@ -341,8 +340,8 @@ def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     works = B * cdiv(S, 64) * (H // HEADS)
-    # The window runs next to other kernels, for which its programs should make room: each takes one tile.
-    programs = works if band.window else min(works, FORWARD_PROGRAMS * _multiprocessors(q.device))
+    # The window's programs should make room for what runs next to them: each takes one tile.
+    programs = works if band.window else min(works, FORWARD_PROGRAMS * multiprocessors(q.device))
     forward_by_head[(programs,)](
         out, lse, band.documents, *(described_heads(x) for x in (q, band.k, band.v)), works, S, G, band.scale * LOG2E,
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=FORWARD_STAGES, HEADS=HEADS,
@@ -388,18 +387,9 @@ def _described_lines(x: Tensor) -> TensorDescriptor:
     return _descriptor(x, [B * H, S], [x.shape[2], 1], [1, 64], LINE)
 
 
-def _descriptor(
-    base: Tensor, shape: list[int], strides: list[int], block: list[int], layout: gl.NVMMASharedLayout
-) -> TensorDescriptor:  # fmt: skip
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> TensorDescriptor:
     """As the constructor, without its checks: `specializes_warps` has made them, and these took most of its time."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, descriptor.shape, descriptor.strides = base, shape, strides
     descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
     return descriptor
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count

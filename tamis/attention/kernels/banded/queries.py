@@ -348,11 +348,12 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
     q = unit_last_stride(q)
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
-    R, copied = H // G, copies_tiles(H // G, band.k, band.v)
+    R = H // G
     if R % 2 == 0 and start_argument(start) is None and specializes_warps(q, band.k, band.v):
         from tamis.attention.kernels.banded.hopper import forward_on_hopper  # here, because not every Triton has Gluon
 
         return forward_on_hopper(q, band)
+    copied = copies_tiles(R, band.k, band.v)
     tile = tile_for("forward", q, R, copied)
     out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
