@@ -157,11 +157,13 @@ def test_torch_compile_serves_every_packing_of_a_row_with_one_graph(monkeypatch:
 def test_autocast_computes_in_bf16_with_float32_gradients() -> None:
     module, x = layer(), tokens()
     with torch.autocast("cpu", torch.bfloat16):
-        out = module(x)
+        out, chosen = module(x), module.selected_blocks(x)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in module.parameters())
-    torch.testing.assert_close(out.float(), module(x), rtol=0.1, atol=0.1)
+    alike = (chosen == module.selected_blocks(x)).flatten(2).all(-1)
+    assert alike.float().mean() > 0.98  # rounding decides between scores that are nearly equal
+    torch.testing.assert_close(out.float()[alike], module(x)[alike], rtol=0.1, atol=0.1)
 
 
 def test_activation_checkpointing_changes_no_bit() -> None:
