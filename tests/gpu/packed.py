@@ -85,6 +85,18 @@ def milliseconds(work: Work, graph: bool) -> float:
     return statistics.median(times[2:])
 
 
+def queued_milliseconds(work: Work, calls: int = 30) -> float:
+    """The mean of calls that do not wait for each other."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
 def worst_difference(lengths: Sequence[int]) -> float:
     """Between a packed row and its documents one by one: the output and all gradients."""
     x = inputs(1, sum(lengths))
@@ -130,15 +142,17 @@ def decode_host(batch: int) -> str:
 
 
 def call_one_by_one(length: int = 2048) -> str:
-    """The same call from a graph and one by one, and the host's share of it."""
+    """The same call from a graph, one by one with a wait before each, and queued; and the host's time for it."""
     work = fixed_call(length)
-    graph, alone = milliseconds(work, True), milliseconds(work, False)
+    graph, alone, queued = milliseconds(work, True), milliseconds(work, False), queued_milliseconds(work)
     torch.cuda.synchronize()
     began = time.perf_counter()
     work()
     host = (time.perf_counter() - began) * 1e3
-    more = 100 * (alone / graph - 1)
-    return f"{length} tokens: {graph:.3f} ms in a graph, {alone:.3f} one by one, {more:.1f}% more; host {host:.3f} ms"
+    cells = (
+        f"{ms:.3f} {how}, {100 * (ms / graph - 1):.1f}% more" for ms, how in ((alone, "one by one"), (queued, "queued"))
+    )
+    return f"{length} tokens: {graph:.3f} ms in a graph; {'; '.join(cells)}; host {host:.3f} ms"
 
 
 def main() -> None:
