@@ -38,7 +38,7 @@ LONGEST = (
     "tests.test_clean_install",
     "tests.remote.test_remote",
     "tests.faults.test_torchrun",
-    "tests.attention.kernels.test_compile",
+    "tests.attention.compiled.test_compile",
     "tests.model.test_compile",
     "tests.attention.test_decode",
     "tests.test_readme",

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tests.attention.ahead_of_time import record_launches
+from tests.attention.compiled.ahead_of_time import record_launches
 
 ROWS, VOCAB, PADDED, WIDTH, DIM = 64, 50257, 50304, 2240, 768
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.attention.ahead_of_time import report_of, start_compiling
+from tests.attention.compiled.ahead_of_time import report_of, start_compiling
 
 # Both half precisions differ in one conversion; one architecture shows that it compiles.
 DTYPES = {80: ["bfloat16", "float32"], 90: ["bfloat16", "float16", "float32"]}

@@ -1,7 +1,7 @@
 """Compile, without a GPU, every kernel the launchers would launch, as they would, and read what the binary needs.
 
-Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.ahead_of_time 90`; the last line is
-JSON.
+Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.compiled.ahead_of_time 90`; the last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tamis.attention.kernels.tuned import GpuModel
 from tamis.attention.op import compressed_band, window_band
 from tamis.attention.packing import PackedTables, table_sizes
 from tamis.attention.spec import NSASpec
-from tests.attention.compile_record import RECORD, Measured, Needs, use_record
+from tests.attention.compiled.record import RECORD, Measured, Needs, use_record
 
 TUNED_WITH = "3.6."  # the Triton whose code was measured; there no kernel that may not spill does
 # Bytes of spilled registers. Triton 3.7.1 spills 16 of the selected branch's backward kernel and of the decode kernel.

@@ -1,6 +1,6 @@
 """Compile the function `kernel` of each given file for an H100, unless it is recorded, and print keys and needs.
 
-Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.compile_variants RECORD 4 FILE...`,
+Run as a program in a process without TRITON_INTERPRET: `python -m tests.attention.compiled.variants RECORD 4 FILE...`,
 where 4 is the number of warps.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import triton.compiler
 from triton.backends.compiler import GPUTarget
 
-from tests.attention.compile_record import use_record
+from tests.attention.compiled.record import use_record
 
 
 def main() -> None:

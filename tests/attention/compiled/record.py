@@ -1,7 +1,7 @@
 """What compiled kernels need, from a file: the tests compile only what changed since it was written.
 
-`python -m tests.attention.compile_record` renews compile_record.json: it runs the tests that compile, adds what they
-had to compile and removes what none of them used. A kernel that is not recorded is compiled, which only takes longer.
+`python -m tests.attention.compiled.record` renews record.json: it runs the tests that compile, adds what they had to
+compile and removes what none of them used. A kernel that is not recorded is compiled, which only takes longer.
 
 The key of an entry is made of Triton's own key for a binary. That covers the source of the kernel and of all that it
 calls, its signature, constants and options, the GPU, Triton's files and the version of ptxas. Line numbers are left
@@ -30,9 +30,9 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.jit import JITCallable
 
 RECORD = Path(__file__).with_suffix(".json")
-RENEW = "python -m tests.attention.compile_record"
+RENEW = "python -m tests.attention.compiled.record"
 FOLDER = "COMPILED_KERNELS"  # where each process of a renewal leaves the entries that it used
-TESTS = ("tests/attention/kernels/test_compile.py", "tests/model/test_compile.py")
+TESTS = ("tests/attention/compiled/test_compile.py", "tests/model/test_compile.py")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 Needs = dict[str, int]

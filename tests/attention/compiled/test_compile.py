@@ -8,7 +8,7 @@ import pytest
 import triton
 
 from tamis.attention.kernels.launch import GLUON_PROVED_WITH
-from tests.attention.ahead_of_time import MOST_STACK, PATIENCE_S, report_of, start_compiling
+from tests.attention.compiled.ahead_of_time import MOST_STACK, PATIENCE_S, report_of, start_compiling
 
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
 OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(PATIENCE_S + 50)
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
     """What each kernel needs, by shape and name. Both architectures compile at once, where there is something to."""
-    running = {arch: start_compiling("tests.attention.ahead_of_time", arch, *SHAPES[arch]) for arch in SHAPES}
+    running = {arch: start_compiling("tests.attention.compiled.ahead_of_time", arch, *SHAPES[arch]) for arch in SHAPES}
     yield cache(lambda arch: report_of(running[arch]))
     for process in running.values():
         process.kill()

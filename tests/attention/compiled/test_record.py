@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attention.ahead_of_time import report_of, start_compiling
-from tests.attention.compile_record import RECORD, RENEW, Needs, read_record, write_record
+from tests.attention.compiled.ahead_of_time import report_of, start_compiling
+from tests.attention.compiled.record import RECORD, RENEW, Needs, read_record, write_record
 
 SOURCE = """
 import triton
@@ -30,7 +30,7 @@ def compiled(record: Path, *sources: str, warps: int = 4) -> list[tuple[str, Nee
     files = [record.with_name(f"{i}.py") for i in range(len(sources))]
     for file, source in zip(files, sources, strict=True):
         file.write_text(source)
-    return report_of(start_compiling("tests.attention.compile_variants", record, warps, *files))
+    return report_of(start_compiling("tests.attention.compiled.variants", record, warps, *files))
 
 
 def test_a_change_is_compiled_and_the_rest_is_read(tmp_path: Path) -> None:
