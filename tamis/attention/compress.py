@@ -36,9 +36,7 @@ class Compression(nn.Module):
         raise NotImplementedError
 
 
-def compress_together(
-    phis: Sequence[Compression], x_BSMGD: Tensor, row: PackedRow | None = None
-) -> tuple[Tensor, ...]:  # fmt: skip
+def compress_together(phis: Sequence[Compression], x_BSMGD: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
     """Compress `x[:, :, m]` by `phis[m]`, of one kind, and return each result `[B,N,G,D]`.
 
     Keys and values are compressed so: two small products of each kind become one, and a short sequence takes less

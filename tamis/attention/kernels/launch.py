@@ -20,9 +20,7 @@ LOG2E = 1.4426950408889634
 
 FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
-MOST_SIDE_TOKENS = (
-    131072  # of a call with a side stream: a longer one gains nothing, and its memory would lie in two pools
-)
+MOST_SIDE_TOKENS = 131072  # of a call with a side stream: longer ones gain little, and use memory of two pools
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 GLUON_PROVED_WITH = ("3.6.",)  # versions of Triton
 NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))

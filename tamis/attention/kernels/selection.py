@@ -41,7 +41,7 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
-TOP_ELEMENTS = 2048  # runs one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
+TOP_RUNS = 2048  # runs one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 PROGRAMS_OF_SCORES = 1024  # where tokens make fewer, as in a chunk of a very long sequence, programs share its runs
 RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is recompiled as the prompt grows
 
@@ -350,13 +350,13 @@ def select_from_lse(
     return ids
 
 
-def rows_of_top(elements: int) -> int:
-    """Tokens of a program of the second kernel, by the scores it looks through for each: eight or one.
+def rows_of_top(runs: int) -> int:
+    """Tokens of a program of the second kernel, by the runs it looks through for each: eight or one.
 
     With two or four, the lanes that hold a token's scores are no neighbours, and Triton 3.6 leaves half of them out of
     a maximum: the kernel then misses every second run.
     """
-    return 8 if 8 * elements <= TOP_ELEMENTS else 1
+    return 8 if 8 * runs <= TOP_RUNS else 1
 
 
 def tokens_held(heads: int, rows: int, row_bytes: int) -> int:
