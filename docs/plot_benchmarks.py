@@ -124,7 +124,7 @@ def attention_plot(document: dict[str, Any]) -> Plot:
 
 def training_plot(document: dict[str, Any]) -> Plot:
     def line(label: str, color: str, attention: str) -> Line:
-        rows = [r for r in document["rows"] if r["attention"] == attention and "layers" not in r]
+        rows = [r for r in document["rows"] if r["attention"] == attention and not {"layers", "commit"} & {*r}]
         return Line(label, color, [(r["length"], r["toks_per_s"]) for r in rows])
 
     return Plot(

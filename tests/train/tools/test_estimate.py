@@ -16,7 +16,8 @@ MEASURED = Path(__file__).parents[3] / "docs" / "data" / "train.json"
 
 
 def test_the_table_holds_the_published_measurements() -> None:
-    rows = {(row["length"], row["attention"]): row["toks_per_s"] for row in json.loads(MEASURED.read_text())["rows"]}
+    measured = [row for row in json.loads(MEASURED.read_text())["rows"] if "layers" not in row]
+    rows = {(row["length"], row["attention"]): row["toks_per_s"] for row in measured}
     lengths = sorted({length for length, _ in rows})
     ratios = {length: rows[length, "nsa"] / rows[length, "dense"] for length in lengths}
     assert pytest.approx(ratios, abs=0.006) == NSA_OVER_DENSE
@@ -25,8 +26,8 @@ def test_the_table_holds_the_published_measurements() -> None:
 @pytest.mark.parametrize(
     ("length", "words"),
     [
-        (2048, "dense is faster, NSA about 0.78 times as fast; model.attention=dense"),
-        (8192, "about equally fast"),
+        (2048, "dense is faster, NSA about 0.81 times as fast; model.attention=dense"),
+        (8192, "at 8,192 tokens NSA is faster, about 1.1 times as fast"),
         (32768, "at 32,768 tokens NSA is faster, about 2.1 times as fast"),
         (262144, "(not measured) NSA is faster"),
     ],
