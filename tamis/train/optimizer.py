@@ -88,6 +88,10 @@ class OptimizerStep:
         self.scaler = loss_scaler(config, device)
         self.keep_gradients = False  # True: a CUDA graph overwrites them in place, so they are not freed
 
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer, *([self.muon] if self.muon else [])]
+
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
@@ -109,11 +113,11 @@ class OptimizerStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            for optimizer in (self.optimizer, *([self.muon] if self.muon else [])):
-                # Read on the device: a step is skipped without a wait for the host, and gradients are clipped by the
-                # kernel that applies them instead of one pass more over all of them.
-                optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-                optimizer.grad_scale = ((norm + 1e-6) / clip).clamp_min(1.0)  # type: ignore[attr-defined]
+            # Read on the device: a step is skipped without a wait for the host, and the kernel that applies gradients
+            # clips them, which saves a pass over all of them.
+            found_inf, grad_scale = (~norm.isfinite()).float(), ((norm + 1e-6) / clip).clamp_min(1.0)
+            for optimizer in self._optimizers:
+                optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
                 optimizer.step()
         if not self.keep_gradients:
             for parameter in self.parameters:
@@ -130,8 +134,7 @@ class OptimizerStep:
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state of whichever optimizer trains the parameter; empty before its first step."""
-        optimizers = [self.optimizer, *([self.muon] if self.muon else [])]
-        return next((dict(one.state[parameter]) for one in optimizers if parameter in one.state), {})
+        return next((dict(one.state[parameter]) for one in self._optimizers if parameter in one.state), {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name, independent of the order and the sharding of the parameters."""
