@@ -37,10 +37,9 @@ class Compression(nn.Module):
 
 
 def compress_together(phis: Sequence[Compression], x_BSMGD: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
-    """Compress `x[:, :, m]` by `phis[m]`, of one kind, and return each result `[B,N,G,D]`.
+    """Compress `x[:, :, m]` by `phis[m]`, all of one class, and return each result `[B,N,G,D]`.
 
-    Keys and values are compressed so: two small products of each kind become one, and a short sequence takes less
-    time to launch them.
+    Keys and values go together: two small products become one, which saves time in a short sequence.
     """
     spec, of_sequences = phis[0].spec, phis[0].of_sequences
     if row is None or not spec.compressed_blocks(row.tokens):

@@ -1,4 +1,4 @@
-"""How kernels are launched: their tiles, and arguments every kernel takes alike. Nothing is tuned at first use."""
+"""How kernels are launched: tiles, streams, and arguments every kernel takes alike. Nothing is tuned at first use."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations

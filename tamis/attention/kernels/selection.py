@@ -225,10 +225,10 @@ def _best_blocks(
     best, scores, row, runs, COUNT: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
     UNUSED: tl.constexpr,
 ):  # fmt: skip
-    """The COUNT best blocks of each row, the lower one first among equals; `best` is what each run's best scores.
+    """The COUNT best blocks of each row, the lower one first among equals; `best` holds the best score of each run.
 
-    Each round takes the best block of the best run, and looks in that run for its next. Equal scores are met from the
-    lowest block on: what of a run is above the round's, or equal and not behind its block, was taken.
+    Each round takes the best block of the best run and looks for that run's next. Equal scores are taken from the
+    lowest block on, so a run's higher scores, and equal ones of lower blocks, have been taken before.
     """
     run = tl.arange(0, best.shape[1])[None, :]
     inner = tl.arange(0, RUN_P2)[None, :]
