@@ -38,12 +38,12 @@ from tamis.attention.kernels.launch import PreparedKernel, SideStream, cdiv, pad
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
+from tamis.attention.kernels.tape import PLAIN, empty, repeat
 from tamis.attention.kernels.tuned import with_fallback
 from tamis.attention.packing import PackedTables, ids_in_documents, ids_in_row
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
-PLAIN = (Tensor, torch.nn.Parameter)
 ELEMENTS = 4096  # per program
 # Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
 HEADS_OF_DELTA = 4
@@ -71,11 +71,19 @@ def run_forward(
     `packed` is a `PackedRow.flat` of so many documents of at most `max_seqlen` tokens. Given `block_ids` count from the
     document's first block, those returned from the row's.
     """
+    ids = None
+    if block_ids is not None:
+        ids = ids_in_row(block_ids, _tables(packed, documents, max_seqlen, q, _spec_of(*spec)))
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), packed, ids)
+    return with_fallback(lambda: repeat(_forward, tensors, *spec, documents, max_seqlen, scale))  # type: ignore[no-any-return]
+
+
+def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, packed, ids, *numbers):
+    *spec, documents, max_seqlen, scale = numbers
     geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-    ids = None if block_ids is None else ids_in_row(block_ids, tables)
     branches = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    return with_fallback(lambda: attend(q, branches, gates, geometry, packed=tables, scale=scale, ids=ids))
+    return attend(q, branches, gates, geometry, packed=tables, scale=scale, ids=ids)
 
 
 def attend(
@@ -142,28 +150,36 @@ def run_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the three branches' keys and values, and the gates."""
-    geometry, gates = _spec_of(*spec), gates.contiguous()
+    tensors = (
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), unit_last_stride(dout), out_cmp, out_sel,
+        out_win, lse_cmp, lse_sel, lse_win, ids, packed,
+    )  # fmt: skip
+    return with_fallback(lambda: repeat(_backward, tensors, *spec, documents, max_seqlen, scale))  # type: ignore[no-any-return]
+
+
+def _backward(
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, dout, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win,
+    ids, packed, *numbers,
+):  # fmt: skip
+    *spec, documents, max_seqlen, scale = numbers
+    geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
-
-    def gradients() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
-        window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
-        statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
-        compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        side = SideStream(q)
-        # Before the many short launches of the selected branch, whose host time they hide.
-        dk_win, dv_win = key_gradients(q, *window, dout)
-        dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
-        with side:
-            dk_sel, dv_sel = selected_backward(
-                q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-                packed=tables, scale=scale,
-            )  # fmt: skip
-        add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
-        return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
-
-    return with_fallback(gradients)
+    dgates, weights, delta = mix_backward(dout, out_cmp, out_sel, out_win, gates, trusted=True)
+    window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
+    statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
+    compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
+    dq = empty(q.shape, q.dtype, q.device)
+    side = SideStream(q)
+    # Before the many short launches of the selected branch, whose host time they hide.
+    dk_win, dv_win = key_gradients(q, *window, dout)
+    dk_cmp, dv_cmp = key_gradients(q, *compressed, dout)
+    with side:
+        dk_sel, dv_sel = selected_backward(
+            q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
+            packed=tables, scale=scale,
+        )  # fmt: skip
+    add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
+    return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 nsa_backward = torch.library.custom_op("tamis::nsa_backward", run_backward, mutates_args=())
@@ -357,7 +373,7 @@ def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: b
         _check(cmp, sel, win, gates)
     D = cmp.shape[3]
     rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
-    out = torch.empty_like(cmp)
+    out = empty(cmp.shape, cmp.dtype, cmp.device)
     _mix_kernel[(cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
     return out
 
@@ -374,8 +390,9 @@ def mix_backward(
     heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
     plane = rows + -rows % 4  # each branch's begins at a multiple of 16 bytes, where a copy may begin
     block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
-    dgates = torch.empty_like(gates)
-    weights, delta = torch.empty(2, 3, plane, dtype=torch.float32, device=cmp.device)[..., :rows].view(2, 3, B, H, S)
+    dgates = empty(gates.shape, gates.dtype, gates.device)
+    planes = empty((2, 3, plane), torch.float32, cmp.device)
+    weights, delta = planes.as_strided((2, 3, B, H, S), (3 * plane, plane, H * S, S, 1)).unbind()
     _delta_kernel[(H // heads * cdiv(S, block // heads) * B,)](
         dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, plane,
         D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,

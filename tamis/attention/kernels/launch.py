@@ -3,15 +3,16 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.kernels.tape import current_recording
 from tamis.attention.kernels.tiles import Tile
 from tamis.attention.kernels.tuned import chosen_tile, gpu_model
 from tamis.attention.spec import DeviceStart, NSASpec, Start
@@ -23,6 +24,7 @@ MOST_PREPARED = 256  # launches of a kernel
 MOST_SIDE_TOKENS = 131072  # of a call with a side stream: longer ones gain little, and use memory of two pools
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 GLUON_PROVED_WITH = ("3.6.",)  # versions of Triton
+LAUNCHER_PROVED_WITH = ("3.6.",)
 NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))
 # Arguments that a launcher takes as they are; the others are tensors (`isinstance(x, Tensor)` is slow). A module whose
 # prepared kernels take descriptors adds their type.
@@ -157,7 +159,14 @@ class PreparedLaunch:
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._compiled: Any = None
+        self._run: Any = None
+        self._before: tuple[Any, ...] = ()  # the first argument
         self._rest: tuple[Any, ...] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `at` launches; never in the interpreter."""
+        return self._compiled is not None
 
     def __call__(self, *first: Any) -> None:
         compiled, hooks = self._compiled, triton.knobs.runtime
@@ -169,11 +178,11 @@ class PreparedLaunch:
             driver = triton.runtime.driver.active
             stream = driver.get_current_stream(driver.get_current_device())
             # Addresses, because the launcher would ask the CUDA driver about every tensor.
-            first_values = [x if type(x) in PASSED_ON else x.data_ptr() for x in first]
-            compiled.run(
-                *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *first_values,
-                *self._rest,
-            )  # fmt: skip
+            self.at(stream, [x if type(x) in PASSED_ON else x.data_ptr() for x in first])
+
+    def at(self, stream: int, first: Sequence[Any]) -> None:
+        """Launch on a stream with addresses instead of tensors."""
+        self._run(*self._grid, stream, *self._before, *first, *self._rest)
 
     def _prepare(self, first: tuple[Any, ...]) -> None:
         compiled = self._kernel[self._grid](*first, *self._numbers, **self._constants)
@@ -181,6 +190,21 @@ class PreparedLaunch:
             names = self._kernel.arg_names[len(first) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
             self._compiled, self._grid = compiled, (*self._grid, 1, 1)[:3]
+            self._run, self._before = _launcher_of(compiled)
+
+
+def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The function that launches a compiled kernel, and what it takes between the stream and the first argument.
+
+    Triton's launcher allocates what a kernel wants for itself, at every launch. If that is nothing, the function inside
+    does the same.
+    """
+    run, hooks = compiled.run, (None, None, None)
+    known = triton.__version__.startswith(LAUNCHER_PROVED_WITH) and hasattr(run, "launch")
+    if known and not run.global_scratch_size and not run.profile_scratch_size:
+        how = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return run.launch, (compiled.function, *how, compiled.packed_metadata, *hooks)
+    return run, (compiled.function, compiled.packed_metadata, *hooks)
 
 
 class PreparedKernel:
@@ -198,7 +222,10 @@ class PreparedKernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        recording = current_recording()
         if constants.get("COPIED"):
+            if recording:
+                recording.give_up()
             self._kernel[grid](*arguments, **constants)
             return
         kinds = [
@@ -211,7 +238,10 @@ class PreparedKernel:
             if len(self._launches) >= MOST_PREPARED:
                 self._launches.clear()
             launch = self._launches[key] = PreparedLaunch(self._kernel, grid, (), constants)
-        launch(*arguments)
+        if recording:
+            recording.launch(launch, arguments)
+        else:
+            launch(*arguments)
 
 
 def _box(descriptor: Any) -> tuple[Any, ...]:
@@ -231,27 +261,48 @@ class SideStream:
     """
 
     def __init__(self, q_BSHD: Tensor) -> None:
-        self._stream = None
+        self._streams = None
         if q_BSHD.is_cuda and q_BSHD.shape[0] * q_BSHD.shape[1] <= MOST_SIDE_TOKENS:
-            self._current = torch.cuda.current_stream(q_BSHD.device)
-            self._stream = _side_stream_of(q_BSHD.device, self._current.stream_id)
-            self._begin = self._current.record_event()
+            device = q_BSHD.get_device()
+            if device == torch.cuda.current_device():  # launches go to the current device
+                self._streams = _streams_of(device, torch._C._cuda_getCurrentRawStream(device))
+                self._streams.begin.record(self._streams.current)
+        if recording := current_recording():
+            recording.begin_side(SideStream, q_BSHD)
 
     def __enter__(self) -> None:
-        if self._stream is not None:
-            self._stream.wait_event(self._begin)
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
+        if recording := current_recording():
+            recording.enter_side()
+        if self._streams is not None:
+            self._streams.begin.wait(self._streams.side)
+            torch.cuda.set_stream(self._streams.side)
 
-    def __exit__(self, *exception: Any) -> None:
-        if self._stream is not None:
-            self._context.__exit__(*exception)
-            self._current.wait_stream(self._stream)
+    def __exit__(self, *exception: object) -> None:
+        if recording := current_recording():
+            recording.leave_side()
+        if self._streams is not None:
+            torch.cuda.set_stream(self._streams.current)
+            self._streams.end.record(self._streams.side)
+            self._streams.end.wait(self._streams.current)
+
+
+class _Streams(NamedTuple):
+    """A stream with its side stream, and two events, each always recorded on the same stream.
+
+    Several threads may use them at once: one that finds an event recorded again waits longer, never too short.
+    """
+
+    current: torch.cuda.Stream
+    side: torch.cuda.Stream
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 @cache
-def _side_stream_of(device: torch.device, current: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
+def _streams_of(device: int, raw_stream: int) -> _Streams:
+    """Of the current stream, which the number is the address of."""
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)
+    return _Streams(current, side, torch.cuda.Event(), torch.cuda.Event())
 
 
 def start_argument(start: Start) -> int | Tensor | None:

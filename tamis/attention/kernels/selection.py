@@ -36,6 +36,7 @@ from tamis.attention.kernels.launch import (
     tile_for,
     unit_last_stride,
 )  # fmt: skip
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
@@ -324,13 +325,13 @@ def select_from_lse(
     keys = described_keys(k_cmp, tile.keys, copied)
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     slots = next_power_of_2(spec.n_sel)
-    ids = torch.empty(B, S, G, spec.n_sel, dtype=torch.int32, device=q.device)
+    ids = empty((B, S, G, spec.n_sel), torch.int32, q.device)
     table = packed.token if packed else None
     for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
         blocks = spec.selection_blocks(packed.longest if packed else latest + t_end)
         runs = cdiv(blocks, run)
-        scores = torch.empty(B, G, t_end - t_begin, runs, run_p2, dtype=torch.float32, device=q.device)
-        best_of_run = torch.empty(scores.shape[:4], dtype=torch.float32, device=q.device)
+        scores = empty((B, G, t_end - t_begin, runs, run_p2), torch.float32, q.device)
+        best_of_run = empty(scores.shape[:4], torch.float32, q.device)
         if blocks > spec.n_sel > FORCED_BLOCKS:
             programs = cdiv(t_end - t_begin, tokens) * B * G
             _score_kernel[(programs, max(1, min(runs, PROGRAMS_OF_SCORES // programs)))](

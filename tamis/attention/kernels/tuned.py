@@ -45,6 +45,7 @@ class GpuModel:
 assumed: GpuModel | None = None  # the GPU that a process without one compiles for
 _given: dict[str, AnyTile] = {}  # tiles that replace all others while `using` runs
 _is_in_use = _is_refused = False  # stored tiles, since one was taken; since a launch failed with them
+generation = 0  # of tiles: what was worked out with those of another one counts no more
 
 
 def tiles_file() -> Path | None:
@@ -157,12 +158,18 @@ def using(tiles: Mapping[str, AnyTile]) -> Iterator[None]:
     """Launch these kernels with these tiles."""
     global _given
     before, _given = _given, {**_given, **tiles}
-    chosen_tile.cache_clear()
+    _choose_again()
     try:
         yield
     finally:
         _given = before
-        chosen_tile.cache_clear()
+        _choose_again()
+
+
+def _choose_again() -> None:
+    global generation
+    generation += 1
+    chosen_tile.cache_clear()
 
 
 def with_fallback(call: Callable[[], Result]) -> Result:
@@ -178,5 +185,5 @@ def with_fallback(call: Callable[[], Result]) -> Result:
         _is_in_use, _is_refused = False, True
         warnings.warn(f"{tiles_file()} is ignored, because a kernel failed with its tiles: {error}", stacklevel=2)
         _stored.cache_clear()
-        chosen_tile.cache_clear()
+        _choose_again()
     return call()

@@ -37,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tamis.attention.kernels.banded.keys import MOST_SPLITS, PROGRAMS_WANTED, sum_splits_kernel
 from tamis.attention.kernels.banded.queries import Band, Rows
 from tamis.attention.kernels.launch import LOG2E, PASSED_ON, PreparedKernel, cdiv, multiprocessors
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import KEYS_OF_TILE
 
 HEADS = 2  # of a group, that share the keys which a program of the forward kernel copies
@@ -337,8 +338,8 @@ def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     """As `banded_forward` for queries from position 0 on."""
     B, S, H, D = q.shape
     G = band.k.shape[2]
-    out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+    out = empty((B, S, H, D), q.dtype, q.device)
+    lse = empty((B, H, S), torch.float32, q.device)
     works = B * cdiv(S, 64) * (H // HEADS)
     # The window's programs should make room for what runs next to them: each takes one tile.
     programs = works if band.window else min(works, FORWARD_PROGRAMS * multiprocessors(q.device))
@@ -362,7 +363,7 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
     splits = 1 if band.window else max(1, min(MOST_SPLITS, PROGRAMS_WANTED // (tiles * B * G)))
     parts = [dk, dv]
     if splits > 1:
-        parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=dk.device) for _ in range(2)]
+        parts = [empty((splits, *dk.shape), torch.float32, dk.device) for _ in range(2)]
     key_gradients_by_head[(tiles * B * splits, G)](
         band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, described_heads(q), described_heads(dout),
         *(_described_lines(x) for x in rows), *band.strides, B, S, N, splits, band.scale, band.scale * LOG2E, tiles,

@@ -30,6 +30,7 @@ from tamis.attention.kernels.launch import (
     tile_for,
     unit_last_stride,
 )
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import KEYS_OF_TILE
 
 PROGRAMS_WANTED = 1024  # the rows of a tile of keys are split until there are about so many programs
@@ -340,7 +341,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     B, S, H, D = q.shape
     N, G = k.shape[1:3]
     R, scale = H // G, band.scale
-    dk, dv = (torch.empty(B, N, G, D, dtype=k.dtype, device=k.device) for _ in range(2))
+    dk, dv = (empty((B, N, G, D), k.dtype, k.device) for _ in range(2))
     if N == 0:
         return dk, dv
     if copies_rows_of_heads(q, dout, rows):
@@ -358,7 +359,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
         key_tiles = band.tiles_of_keys.numel() // 2 * (TILE_OF_KEYS.value // tile.keys)
     parts = [dk, dv]
     if splits > 1:
-        parts = [torch.empty(splits, *dk.shape, dtype=torch.float32, device=k.device) for _ in range(2)]
+        parts = [empty((splits, *dk.shape), torch.float32, k.device) for _ in range(2)]
     grid = (key_tiles * B * G * splits,)
     numbers = (B, S, N, G, splits, scale, scale * LOG2E)
     constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}

@@ -45,6 +45,7 @@ from tamis.attention.kernels.launch import (
     tile_for,
     unit_last_stride,
 )  # fmt: skip
+from tamis.attention.kernels.tape import empty
 from tamis.attention.spec import Start
 
 
@@ -355,8 +356,8 @@ def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Ten
         return forward_on_hopper(q, band)
     copied = copies_tiles(R, band.k, band.v)
     tile = tile_for("forward", q, R, copied)
-    out = torch.empty(B, S, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+    out = empty((B, S, H, D), q.dtype, q.device)
+    lse = empty((B, H, S), torch.float32, q.device)
     _forward_kernel[(cdiv(S * R, tile.rows) * B * G,)](
         q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.documents,
         *q.stride()[:3], *band.strides, S, N, G, start_argument(start), band.scale * LOG2E,

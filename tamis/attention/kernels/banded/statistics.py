@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.launch import PreparedKernel, cdiv, next_power_of_2
+from tamis.attention.kernels.tape import empty
 
 
 def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gated: bool = True) -> Tensor:
@@ -17,7 +18,7 @@ def gather_statistics(lse_BHS: Tensor, delta_BHS: Tensor, gates_BSH: Tensor, gat
     If not `gated`, delta comes without its gate, <dout, out>, and is 0 where the gate is 0.
     """
     batch, heads, tokens = lse_BHS.shape
-    statistics = torch.empty((3, batch, tokens, heads), dtype=torch.float32, device=lse_BHS.device)
+    statistics = empty((3, batch, tokens, heads), torch.float32, lse_BHS.device)
     # A grid of one dimension: the second takes no more than 65,535 programs, and a batch may be larger.
     _transpose_statistics[(cdiv(tokens, 64) * batch,)](
         lse_BHS, delta_BHS, gates_BSH, statistics, tokens, statistics[0].numel(), *gates_BSH.stride(),

@@ -42,6 +42,7 @@ from tamis.attention.kernels.selected.layout import LARGE, Layout, cached_segmen
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
@@ -94,15 +95,13 @@ def selected_backward(
     parts, groups = sizes["SUB"], layout.groups
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
     device = q_BSHD.device
-    dk = torch.empty((batch, tokens, groups, dim), dtype=k_BSGD.dtype, device=device)
-    dv = torch.empty_like(dk)
+    dk, dv = (empty((batch, tokens, groups, dim), k_BSGD.dtype, device) for _ in range(2))
     # A sequence of several chunks adds up its gradients in float32 and rounds once, with the last of them.
     several = layout.segments_per_chunk < layout.segments_per_sequence
-    dk_sum = torch.empty(dk.shape, dtype=torch.float32, device=device) if several else dk
-    dv_sum = torch.empty_like(dk_sum) if several else dv
-    part_dq = torch.empty((layout.pairs_per_chunk * parts * sizes["R"], dim), dtype=q_BSHD.dtype, device=device)
+    dk_sum, dv_sum = (empty(dk.shape, torch.float32, device) if several else x for x in (dk, dv))
+    part_dq = empty((layout.pairs_per_chunk * parts * sizes["R"], dim), q_BSHD.dtype, device)
     kept = layout.items_per_chunk if halves else layout.parts_per_chunk
-    part_dkv = torch.empty((2, kept, parts, sizes["BN"], dim), dtype=torch.float32, device=device)
+    part_dkv = empty((2, kept, parts, sizes["BN"], dim), torch.float32, device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale)
     inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()

@@ -25,11 +25,13 @@ from torch import Tensor
 from tamis.attention.kernels.launch import PreparedKernel, cdiv
 from tamis.attention.kernels.selected.layout import ITEM, Layout
 from tamis.attention.kernels.selected.union import Unions
+from tamis.attention.kernels.tape import empty, zeros
 from tamis.attention.packing import PackedTables
 
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
-FEW_WORDS = 8192  # of marks that one program sums, which takes less time than two more launches
+FEW_WORDS = 8192  # of marks that one program sums, which takes less time than one more launch
+WORDS_OF_TILE = 4096  # of marks, where several programs sum them
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def _build_span(
     lists = chunks * layout.lists_per_chunk
     device = ids_BSGn.device
 
-    marks = torch.zeros(lists * layout.words, dtype=torch.int32, device=device)
-    pairs = torch.empty((last_token - first_token) * per_token, dtype=torch.int32, device=device)
+    marks = zeros((lists * layout.words,), torch.int32, device)
+    pairs = empty(((last_token - first_token) * per_token,), torch.int32, device)
     tables = (unions.counts if unions else marks, packed.token if packed else None)
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (cdiv(pairs.numel(), 1024),)
@@ -90,9 +92,9 @@ def _build_span(
     ends = _ends_of(marks)
     _place_pairs[grid](ids_BSGn, *tables, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
 
-    items = torch.zeros((4, chunks, layout.items_per_chunk), dtype=torch.int32, device=device)
+    items = zeros((4, chunks, layout.items_per_chunk), torch.int32, device)
     item_list, item_start, item_count, item_part = items
-    list_first, list_items = torch.empty((2, chunks, layout.lists_per_chunk), dtype=torch.int32, device=device)
+    list_first, list_items = empty((2, chunks, layout.lists_per_chunk), torch.int32, device)
     _cut_lists[(chunks, CUTTERS)](
         ends, item_list, item_start, item_count, item_part, list_first, list_items,
         layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, EVERY_PART=every_part,
@@ -164,12 +166,15 @@ def _mark_pairs(
 
 def _ends_of(marks: Tensor) -> Tensor:
     """How many pairs are marked in each word and all before it."""
-    sums, words = torch.empty_like(marks), marks.numel()
+    sums, words = empty(marks.shape, torch.int32, marks.device), marks.numel()
     if words <= FEW_WORDS:
         _sum_marks[(1,)](marks, sums, words, BLOCK=FEW_WORDS, num_warps=8)
         return sums
-    _count_marks[(cdiv(words, 1024),)](marks, sums, words, BLOCK=1024)
-    return torch.cumsum(sums, 0, dtype=torch.int32)
+    tiles = cdiv(words, WORDS_OF_TILE)
+    counts = empty((tiles,), torch.int32, marks.device)
+    _count_tiles[(tiles,)](marks, counts, words, BLOCK=WORDS_OF_TILE, num_warps=8)
+    _sum_tiles[(tiles,)](marks, counts, sums, words, BLOCK=WORDS_OF_TILE, TILES=1024, num_warps=8)
+    return sums
 
 
 @PreparedKernel
@@ -180,11 +185,30 @@ def _sum_marks(marks, sums, words, BLOCK: tl.constexpr):
     tl.store(sums + word, tl.cumsum(counts, 0), mask=word < words)
 
 
-@PreparedKernel
 @triton.jit
-def _count_marks(marks, counts, words, BLOCK: tl.constexpr):
+def _count_words(marks, words, BLOCK: tl.constexpr):
+    """Which words a program's tile has, and the pairs that are marked in each."""
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(counts + word, _count_bits(tl.load(marks + word, mask=word < words, other=0)), mask=word < words)
+    return word, _count_bits(tl.load(marks + word, mask=word < words, other=0))
+
+
+@PreparedKernel
+@triton.jit(do_not_specialize=["words"])
+def _count_tiles(marks, counts, words, BLOCK: tl.constexpr):
+    _, in_words = _count_words(marks, words, BLOCK)
+    tl.store(counts + tl.program_id(0), tl.sum(in_words, 0))
+
+
+@PreparedKernel
+@triton.jit(do_not_specialize=["words"])
+def _sum_tiles(marks, counts, sums, words, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Every program adds up the tiles before its own: that takes less time than one more launch."""
+    before = tl.zeros((TILES,), tl.int32)
+    for first in range(0, tl.program_id(0), TILES):
+        tile = first + tl.arange(0, TILES)
+        before += tl.load(counts + tile, mask=tile < tl.program_id(0), other=0)
+    word, in_words = _count_words(marks, words, BLOCK)
+    tl.store(sums + word, tl.sum(before, 0) + tl.cumsum(in_words, 0), mask=word < words)
 
 
 @PreparedKernel

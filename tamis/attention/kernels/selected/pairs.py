@@ -38,6 +38,7 @@ from tamis.attention.kernels.selected.items import (
 from tamis.attention.kernels.selected.layout import Layout, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -109,14 +110,14 @@ def pairs_forward(
     settings = launch_settings("pairs", q_BSHD, sizes["R"])
     early = settings["num_stages"] == 2 if early is None else early  # with more, reads are under way long enough
     if rest_of is None:
-        out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
-        lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+        out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
+        lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
         unions = None
     else:
         out, lse, unions = rest_of
     pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
-    part_out = torch.empty((pair_rows, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
-    part_lse = torch.empty(pair_rows, dtype=torch.float32, device=q_BSHD.device)
+    part_out = empty((pair_rows, dim), q_BSHD.dtype, q_BSHD.device)
+    part_lse = empty((pair_rows,), torch.float32, q_BSHD.device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale) * LOG2E
     for lists in chunks_of_pairs(ids_BSGn, layout, unions, packed):

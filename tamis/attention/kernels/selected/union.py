@@ -37,6 +37,7 @@ from tamis.attention.kernels.launch import (
     specializes_warps,
     start_argument,
 )  # fmt: skip
+from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
@@ -79,8 +80,8 @@ def union_forward(
     in_gluon = copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
     settings["ROWS"] = min(ROWS_IN_GLUON if in_gluon else settings["ROWS"], MOST_TOKENS * heads_per_group)
     unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, packed)
-    out = torch.empty((batch, tokens, heads, dim), dtype=q_BSHD.dtype, device=q_BSHD.device)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q_BSHD.device)
+    out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
+    lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
     if in_gluon:
         from tamis.attention.kernels.selected.hopper import attend_on_hopper  # here, because not every Triton has Gluon
 
@@ -121,9 +122,9 @@ def unite_choices(
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
         tile,
-        torch.empty(shape, dtype=torch.int32, device=ids_BSGn.device),
-        torch.empty(shape, dtype=torch.int64, device=ids_BSGn.device),
-        torch.empty((*shape[:3], 2), dtype=torch.int32, device=ids_BSGn.device),
+        empty(shape, torch.int32, ids_BSGn.device),
+        empty(shape, torch.int64, ids_BSGn.device),
+        empty((*shape[:3], 2), torch.int32, ids_BSGn.device),
     )
     padded_tile, padded_slots = next_power_of_2(tile), next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](

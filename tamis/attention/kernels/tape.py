@@ -1,0 +1,405 @@
+"""Calls repeated from a tape: the allocations and launches of one call, for other tensors of the same layouts.
+
+Which kernels a call launches, with which grids, numbers and views, depends on the layouts of its tensors and on its
+numbers alone. Python finds it out while the first call runs. Later calls allocate and launch what was noted.
+
+To be repeated, a call may allocate by `empty` and `zeros`, take views, launch prepared kernels and use a `SideStream`.
+Any other operation of torch would be missing from the tape. Such an operation is noticed, as is a launch that Triton
+makes itself; then all calls of this kind run the ordinary way.
+
+A *slot* is an input or an allocation. A tensor that a kernel takes is noted as the slot that holds its address, and an
+offset. Memory is released as early as without a tape: after the last launch that uses it or, if the current stream's
+memory is used on a side stream, where the current stream has waited for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tamis.attention.kernels import tuned
+
+MOST_TAPES = 128
+PLAIN = (Tensor, torch.nn.Parameter)
+UNKNOWN = object()
+
+_tapes: dict[tuple[Any, ...], Any] = {}  # None for calls that cannot be repeated
+_thread = threading.local()  # autograd has threads of its own
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.empty`, noted by a recording."""
+    return _allocate(torch.empty, shape, dtype, device)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`, noted by a recording."""
+    return _allocate(torch.zeros, shape, dtype, device)
+
+
+def _allocate(make: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    recording = current_recording()
+    if recording is None:
+        return make(shape, dtype=dtype, device=device)
+    return recording.allocate(make, shape, dtype, device)
+
+
+def current_recording() -> Recording | None:
+    """The recording of this thread."""
+    return getattr(_thread, "recording", None)
+
+
+def forget() -> None:
+    """Drop all tapes, for instance after a constant was changed that they depend on."""
+    _tapes.clear()
+
+
+def repeat(call: Callable[..., Any], tensors: Sequence[Tensor | None], *numbers: Any) -> Any:
+    """`call(*tensors, *numbers)`, a tuple of tensors; from a tape once it was recorded for such arguments and tiles.
+
+    Of an address only its rest by 16 counts, and which tensors share it. A profiler sees every launch, with its names.
+    """
+    first: Any = tensors[0]
+    hooks = triton.knobs.runtime
+    if torch.autograd.profiler._is_profiler_enabled or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        return call(*tensors, *numbers)
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    kinds = [
+        None if x is None else (x.shape, x.stride(), x.dtype, address % 16)
+        for x, address in zip(tensors, addresses, strict=True)
+    ]
+    key = (call, numbers, tuned.generation, first.device, _shared(addresses), *kinds)
+    tape = _tapes.get(key, UNKNOWN)
+    if tape is UNKNOWN and _is_recordable(tensors):
+        return _record(key, call, tensors, numbers)
+    return tape(tensors, addresses) if type(tape) is Tape else call(*tensors, *numbers)
+
+
+def _shared(addresses: list[int]) -> tuple[int, ...] | None:
+    """For every tensor the first that has its address; None if all differ but those without memory."""
+    differ = len(set(addresses)) + max(0, addresses.count(0) - 1) == len(addresses)
+    return None if differ else tuple([addresses.index(address) for address in addresses])
+
+
+def _is_recordable(tensors: Sequence[Tensor | None]) -> bool:
+    given = [x for x in tensors if x is not None]
+    return current_recording() is None and all(type(x) in PLAIN and not x.is_meta for x in given)
+
+
+def _record(
+    key: tuple[Any, ...], call: Callable[..., Any], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]
+) -> Any:  # fmt: skip
+    recording = _thread.recording = Recording(tensors)
+    try:
+        with _OtherOperations(recording):
+            results = call(*tensors, *numbers)
+    finally:
+        _thread.recording = None
+    if len(_tapes) >= MOST_TAPES:
+        _tapes.clear()
+    _tapes[key] = recording.tape(results)
+    return results
+
+
+class Repeat:
+    """One repetition of a tape: the tensors of its slots, and what its launches take."""
+
+    __slots__ = ("pool", "side", "stream", "tensors")
+
+    def __init__(self, tensors: list[Tensor | None], pool: list[Any]) -> None:
+        self.tensors, self.pool = tensors, pool
+        self.side: Any = None
+        self.stream = 0
+
+
+Step = Callable[[Repeat], None]
+
+
+class Tape:
+    """What a recording noted. Several threads may repeat it at once: nothing in it changes."""
+
+    def __init__(
+        self, steps: list[Step], pool: list[Any], pointers: list[tuple[int, int, int]], slots: int, results: list[int]
+    ) -> None:  # fmt: skip
+        self._steps, self._pool, self._pointers, self._results = steps, pool, pointers, results
+        self._slots = slots
+
+    def __call__(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> tuple[Tensor | None, ...]:
+        pool = self._pool.copy()
+        for index, slot, offset in self._pointers:
+            pool[index] = addresses[slot] + offset
+        run = Repeat([*tensors, *[None] * (self._slots - len(tensors))], pool)
+        for step in self._steps:
+            step(run)
+        return tuple([run.tensors[slot] for slot in self._results])
+
+
+@dataclass
+class Slot:
+    """An input or an allocation."""
+
+    tensor: Callable[[], Tensor | None]  # as long as it lives
+    memory: StorageWeakRef | None  # of an allocation: a view may outlive the tensor
+    begin: int  # addresses
+    end: int
+    dtype: torch.dtype
+    level: int  # of the steps that allocate it
+    pointers: list[tuple[int, int]] = field(default_factory=list)  # index in the pool, and offset in bytes
+
+    @classmethod
+    def of(cls, x: Tensor, level: int = 0, memory: StorageWeakRef | None = None) -> Slot:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        begin = x.data_ptr()
+        end = begin + (reach * x.element_size() if x.numel() else 0)
+        return cls(weakref.ref(x), memory, begin, end, x.dtype, level)
+
+    def holds(self, address: int, dtype: torch.dtype) -> bool:
+        alive = self.memory is None or not self.memory.expired()
+        return alive and self.dtype == dtype and (self.begin <= address < self.end or self.begin == address)
+
+
+class Recording:
+    """Notes what a call does. It keeps no memory alive: a slot counts as long as its memory is in use."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._slots = [None if x is None else Slot.of(x) for x in tensors]
+        self._inputs = len(tensors)
+        self._levels: list[list[Step]] = [[]]  # those of a side stream are one step of the current stream's
+        self._last_use: dict[int, tuple[list[Step], int]] = {}
+        self._pool: list[Any] = []
+        self._indices: dict[Any, int] = {}  # in the pool
+        self._is_usable, self._is_noted, self._has_stream = True, False, False
+
+    def give_up(self) -> None:
+        """The call did what a tape cannot repeat."""
+        self._is_usable = False
+
+    def see_operation(self) -> None:
+        """An operation of torch that is no view."""
+        self._is_usable = self._is_usable and self._is_noted
+
+    def allocate(
+        self, make: Callable[..., Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:  # fmt: skip
+        with self._noted():
+            x = make(shape, dtype=dtype, device=device)
+        index, slot = len(self._slots), Slot.of(x, len(self._levels) - 1, StorageWeakRef(x.untyped_storage()))
+        self._slots.append(slot)
+        self._use(index)
+        again = partial(make, x.shape, dtype=dtype, device=device)
+        if make is torch.empty:  # the same in half the time
+            again = partial(torch.empty_strided, x.shape, x.stride(), dtype=dtype, device=device)
+        self._levels[-1].append(_allocation(again, index, slot.pointers))
+        return x
+
+    def launch(self, prepared: Any, arguments: Sequence[Any]) -> None:
+        """Launch a `PreparedLaunch`. The interpreter, which compiles nothing, is repeated with tensors."""
+        with self._noted():
+            prepared(*arguments)
+        found = [self._find(x if isinstance(x, Tensor) else getattr(x, "base", None)) for x in arguments]
+        if UNKNOWN in found or not (prepared.is_compiled or arguments[0].device.type == "cpu"):
+            self.give_up()
+            return
+        placed = list(zip(arguments, found, strict=True))
+        if prepared.is_compiled:
+            if not self._has_stream:
+                self._levels[-1].append(_take_current_stream)
+                self._has_stream = True
+            step = _launch(prepared.at, [self._index(x, at) for x, at in placed])
+        else:
+            step = _interpreted(prepared, [x if at is None else _view_like(x, *at) for x, at in placed])
+        for at in found:
+            if at is not None:
+                self._use(at[0])
+        self._levels[-1].append(step)
+
+    def begin_side(self, make: Callable[[Tensor], Any], q: Tensor) -> None:
+        """A side stream is made, of queries that are an input."""
+        inputs = [i for i, slot in enumerate(self._slots) if slot and slot.tensor() is q]
+        self._is_usable = self._is_usable and bool(inputs)
+        self._levels[-1].append(_side(make, inputs[0] if inputs else 0))
+
+    def enter_side(self) -> None:
+        self._levels.append([])
+        self._has_stream = False
+
+    def leave_side(self) -> None:
+        steps = self._levels.pop()
+        self._levels[-1].append(_block(steps))
+        self._has_stream = False
+
+    def tape(self, results: Sequence[Tensor]) -> Tape | None:
+        """The tape, if the call can be repeated."""
+        slot_of = {id(x): i for i, slot in enumerate(self._slots) if slot and (x := slot.tensor()) is not None}
+        returned = [slot_of.get(id(x), -1) for x in results]
+        if not self._is_usable or -1 in returned:
+            return None
+        releases = [(steps, at, slot) for slot, (steps, at) in self._last_use.items() if slot not in returned]
+        for steps, at, slot in sorted(releases, key=itemgetter(1), reverse=True):  # from the end, where none is moved
+            steps.insert(at + 1, _release(slot))
+        given = enumerate(self._slots[: self._inputs])
+        pointers = [(index, i, offset) for i, slot in given if slot for index, offset in slot.pointers]
+        return Tape(self._levels[0], self._pool, pointers, len(self._slots), returned)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What happens inside is on the tape."""
+        before, self._is_noted = self._is_noted, True
+        yield
+        self._is_noted = before
+
+    def _use(self, slot: int) -> None:
+        """By the step that is appended next."""
+        x = self._slots[slot]
+        if x is not None and slot >= self._inputs:
+            steps = self._levels[min(x.level, len(self._levels) - 1)]
+            self._last_use[slot] = steps, len(steps)
+
+    def _find(self, x: Tensor | None) -> Any:
+        """Slot and offset in bytes; None if it is no tensor, UNKNOWN if it is in no slot, or not clear in which."""
+        if x is None:
+            return None
+        address, slots = x.data_ptr(), enumerate(self._slots)
+        near = [(i, address - slot.begin) for i, slot in slots if slot and slot.holds(address, x.dtype)]
+        first = [at for at in near if at[1] == 0]  # inputs may be interleaved, but each has its own first address
+        return first[0] if first else near[0] if len(near) == 1 else UNKNOWN
+
+    def _index(self, x: Any, at: tuple[int, int] | None) -> int:
+        """Where a launch finds an argument in the pool."""
+        key = (type(x), x) if at is None else at
+        if key not in self._indices:
+            self._indices[key] = len(self._pool)
+            self._pool.append(x if at is None else 0)
+            slot = self._slots[at[0]] if at else None
+            if at and slot:
+                slot.pointers.append((self._indices[key], at[1]))
+        return self._indices[key] if at is None or isinstance(x, Tensor) else self._describe(x, self._indices[key])
+
+    def _describe(self, descriptor: Any, pointer: int) -> int:
+        """A fresh one for each launch: two may lie in one place and have other shapes."""
+        self._pool.append(None)
+        like = descriptor.shape, descriptor.strides, descriptor.padding
+        self._levels[-1].append(_description(len(self._pool) - 1, pointer, *like))
+        return len(self._pool) - 1
+
+
+class _OtherOperations(TorchDispatchMode):
+    """Tells a recording of the operations that are not on its tape."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self._recording.see_operation()
+        return function(*args, **(kwargs or {}))
+
+
+class Descriptor:
+    """As much of a `TensorDescriptor` as a launcher reads; its own base."""
+
+    __slots__ = ("address", "padding", "shape", "strides")
+
+    def __init__(self, address: int, shape: list[int], strides: list[int], padding: str) -> None:
+        self.address, self.shape, self.strides, self.padding = address, shape, strides, padding
+
+    @property
+    def base(self) -> Descriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _allocation(make: Callable[[], Tensor], slot: int, pointers: list[tuple[int, int]]) -> Step:
+    def step(run: Repeat) -> None:
+        x = run.tensors[slot] = make()
+        address, pool = x.data_ptr(), run.pool
+        for index, offset in pointers:
+            pool[index] = address + offset
+
+    return step
+
+
+def _release(slot: int) -> Step:
+    def step(run: Repeat) -> None:
+        run.tensors[slot] = None
+
+    return step
+
+
+def _take_current_stream(run: Repeat) -> None:
+    driver = triton.runtime.driver.active
+    run.stream = driver.get_current_stream(driver.get_current_device())
+
+
+def _launch(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
+    get = itemgetter(*indices)  # of several: every kernel reads and writes
+
+    def step(run: Repeat) -> None:
+        launch_at(run.stream, get(run.pool))
+
+    return step
+
+
+def _description(index: int, pointer: int, shape: list[int], strides: list[int], padding: str) -> Step:
+    def step(run: Repeat) -> None:
+        run.pool[index] = Descriptor(run.pool[pointer], shape, strides, padding)
+
+    return step
+
+
+def _side(make: Callable[[Any], Any], q: int) -> Step:
+    def step(run: Repeat) -> None:
+        run.side = make(run.tensors[q])
+
+    return step
+
+
+def _block(steps: list[Step]) -> Step:
+    """The steps of a side stream."""
+
+    def block(run: Repeat) -> None:
+        with run.side:
+            for step in steps:
+                step(run)
+
+    return block
+
+
+@dataclass(frozen=True)
+class _View:
+    slot: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int  # elements
+
+
+def _view_like(x: Tensor, slot: int, offset: int) -> _View:
+    return _View(slot, x.shape, x.stride(), offset // x.element_size())
+
+
+def _interpreted(launch: Callable[..., None], arguments: list[Any]) -> Step:
+    def view(x: Any, tensors: list[Any]) -> Any:
+        if type(x) is not _View:
+            return x
+        base = tensors[x.slot].detach()
+        return base.as_strided(x.shape, x.stride, base.storage_offset() + x.offset)
+
+    def step(run: Repeat) -> None:
+        launch(*[view(x, run.tensors) for x in arguments])
+
+    return step
