@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from typing import Any
 
 gc.disable()  # imports and collected tests make no garbage; pytest_collection_finish enables it
@@ -56,6 +57,13 @@ LONGEST = (
 
 # Their tests fork ranks from a server that takes four seconds to start, one in each process.
 FORKING = (("tests/train/test_distributed",), ("tests/train/", "tests/checkpoint/"))
+
+
+@pytest.fixture(autouse=True)
+def no_tapes() -> None:
+    """Forget the calls of earlier tests: a test may change what their tapes depend on."""
+    if (tape := sys.modules.get("tamis.attention.kernels.tape")) is not None:
+        tape.forget()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

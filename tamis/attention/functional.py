@@ -80,7 +80,7 @@ def nsa_attention(
         window branch, float32 `[3,B,H,S]`, −inf where a query sees no key. No gradient flows through them.
     """
     inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    check_once(check_inputs, inputs, spec)
+    layouts = check_once(check_inputs, inputs, spec)
     offsets = _offsets(cu_seqlens, q)
     if block_ids is not None:
         _check_block_ids(block_ids, q, k_sel.shape[2], spec, offsets)
@@ -91,8 +91,8 @@ def nsa_attention(
     from tamis.attention import op  # here, because a machine without a GPU may lack Triton
 
     row = _packed(cu_seqlens, q, spec, max_seqlen)
-    out, *others = op.attention(*inputs, as_numbers(spec), *row, scale, block_ids)
-    return (out, torch.stack(others[3:6]).detach()) if return_lse else out
+    output = op.attention(inputs, as_numbers(spec), *row, scale, block_ids, layouts=layouts)
+    return (output[0], torch.stack(output[4:7]).detach()) if return_lse else output[0]
 
 
 def nsa(
@@ -244,13 +244,25 @@ def _use_kernels(q: Tensor, backend: Backend, groups: int) -> bool:
     if backend == "reference":
         return False
     if backend == "auto":
-        return q.is_cuda and why_no_kernels(q.device, q.dtype, q.shape[-1], q.shape[2] // groups) is None
+        return q.is_cuda and _takes(q.device, q.dtype, q.shape[-1], q.shape[2] // groups)
     if backend != "triton":
         raise ValueError(f'backend must be "auto", "reference" or "triton", got {backend!r}')
     reason = why_no_kernels(q.device, q.dtype, q.shape[-1], q.shape[2] // groups)
     if reason:
         raise ValueError(f'backend="triton" cannot run here: {reason}; use backend="auto" or "reference"')
     return True
+
+
+def _takes(device: torch.device, dtype: torch.dtype, dim: int, heads_per_group: int) -> bool:
+    """Whether kernels take such tensors of a GPU, asked once as well."""
+    if torch.compiler.is_compiling():
+        return why_no_kernels(device, dtype, dim, heads_per_group) is None
+    return _known_to_take(device, dtype, dim, heads_per_group)
+
+
+@lru_cache
+def _known_to_take(device: torch.device, dtype: torch.dtype, dim: int, heads_per_group: int) -> bool:
+    return why_no_kernels(device, dtype, dim, heads_per_group) is None
 
 
 def _interpreting() -> bool:

@@ -3,9 +3,6 @@
 Safe under torch.compile (no graph break) and CUDA graphs (the host reads nothing, no grid depends on data). The spec is
 passed as its five whole numbers, since an operation's arguments are tensors and numbers. `functional` has checked the
 inputs, and nothing is checked again.
-
-The kernels of the gates are here too. Forward, `out = Σ gate·branch`; backward, the gates' gradients and each
-`gate·<dout, branch>`. Both read every tensor once and are bound by memory. Their rows are (batch, token, head).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,27 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tamis.attention.checks import (
-    check_branch,
-    check_contiguous,
-    check_like,
-    check_queries,
-    check_start,
-    compressed_blocks,
-)  # fmt: skip
+from tamis.attention.checks import Layouts, check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
-from tamis.attention.kernels.launch import PreparedKernel, SideStream, cdiv, padded, softmax_scale, unit_last_stride
+from tamis.attention.kernels.gates import mix_backward, mix_forward
+from tamis.attention.kernels.launch import SideStream, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -44,10 +32,6 @@ from tamis.attention.packing import PackedTables, ids_in_documents, ids_in_row
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 COMPRESSED, SELECTED, WINDOW = 0, 1, 2
-ELEMENTS = 4096  # per program
-# Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
-HEADS_OF_DELTA = 4
-ELEMENTS_OF_DELTA = 8192
 
 
 def run_forward(
@@ -71,11 +55,18 @@ def run_forward(
     `packed` is a `PackedRow.flat` of so many documents of at most `max_seqlen` tokens. Given `block_ids` count from the
     document's first block, those returned from the row's.
     """
-    ids = None
+    inputs = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    return _run_forward(None, inputs, spec, packed, documents, max_seqlen, scale, block_ids)
+
+
+def _run_forward(layouts, inputs, spec, packed, documents, max_seqlen, scale, block_ids):
+    ids, gates = None, inputs[7].contiguous()
     if block_ids is not None:
-        ids = ids_in_row(block_ids, _tables(packed, documents, max_seqlen, q, _spec_of(*spec)))
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), packed, ids)
-    return with_fallback(lambda: repeat(_forward, tensors, *spec, documents, max_seqlen, scale))  # type: ignore[no-any-return]
+        ids = ids_in_row(block_ids, _tables(packed, documents, max_seqlen, inputs[0], _spec_of(*spec)))
+    if gates is not inputs[7]:
+        inputs, layouts = (*inputs[:7], gates), None
+    numbers = (*spec, documents, max_seqlen, scale)
+    return with_fallback(lambda: repeat(_forward, (*inputs, packed, ids), numbers, layouts))
 
 
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, packed, ids, *numbers):
@@ -154,7 +145,8 @@ def run_backward(
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), unit_last_stride(dout), out_cmp, out_sel,
         out_win, lse_cmp, lse_sel, lse_win, ids, packed,
     )  # fmt: skip
-    return with_fallback(lambda: repeat(_backward, tensors, *spec, documents, max_seqlen, scale))  # type: ignore[no-any-return]
+    numbers = (*spec, documents, max_seqlen, scale)
+    return with_fallback(lambda: repeat(_backward, tensors, numbers))  # type: ignore[no-any-return]
 
 
 def _backward(
@@ -208,28 +200,32 @@ nsa_forward.register_autograd(_gradients, setup_context=_save)
 
 class _EagerAttention(torch.autograd.Function):
     """The two operations without torch's dispatcher, which takes the host longer than all launches before the first
-    long kernel. The kernels of the forward pass are launched before, so that the GPU does not wait for autograd."""
+    long kernel. The kernels of the forward pass are launched before, so that the GPU does not wait for autograd. The
+    mixed output alone has a gradient: autograd takes microseconds for every other tensor that it returns."""
 
     @staticmethod
-    def forward(ctx: Any, output: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, ...]:
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(*output[1:])
-        return output
+    def forward(ctx: Any, output: tuple[Tensor, ...], others: tuple[Any, ...], *inputs: Tensor) -> Tensor:
+        _save(ctx, (*inputs, *others), output)
+        return output[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         packed, *tensors = ctx.saved_tensors
         gradients = run_backward(dout, *tensors, ctx.spec, packed, *ctx.numbers)  # type: ignore[call-arg]
-        return None, *gradients, None, None, None, None, None, None
+        return None, None, *gradients
 
 
-def attention(*inputs: Any) -> tuple[Tensor, ...]:
-    """`nsa_forward` with gradients, on the shortest way: tracers and dispatch modes need the registered operation."""
+def attention(inputs: tuple[Tensor, ...], *others: Any, layouts: Layouts | None = None) -> tuple[Tensor, ...]:
+    """`nsa_forward` with gradients, on the shortest way: tracers and dispatch modes need the registered operation.
+
+    `layouts` are those of the eight inputs, if they are known.
+    """
     traced = torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or is_in_torch_dispatch_mode()
     if traced:
-        return nsa_forward(*inputs)  # type: ignore[no-any-return]
-    return _EagerAttention.apply(run_forward(*inputs), *inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return nsa_forward(*inputs, *others)  # type: ignore[no-any-return]
+    output = _run_forward(layouts, inputs, *others)
+    return _EagerAttention.apply(output, others, *inputs), *output[1:]  # type: ignore[no-untyped-call]
 
 
 @lru_cache
@@ -321,87 +317,3 @@ def window_forward(
         check_start(latest_start(start), first_key, spec.w)
         check_branch(q, distance + q.shape[1], k_win=k_win, v_win=v_win)
     return banded_forward(q, window_band(k_win, v_win, spec, packed, scale), distance)
-
-
-@PreparedKernel
-@triton.jit
-def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    column = tl.arange(0, DP)
-    alive = row < rows
-    at = row[:, None] * D + column[None, :]
-    mask = alive[:, None] & (column < D)[None, :]
-    acc = tl.zeros([BM, DP], tl.float32)
-    for branch in tl.static_range(3):
-        source = cmp if branch == 0 else (sel if branch == 1 else win)
-        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
-        acc += gate[:, None] * tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-
-
-@PreparedKernel
-@triton.jit
-def _delta_kernel(
-    dout, cmp, sel, win, gates, dgates, weights, delta, stride_ob, stride_os, stride_oh, S, H, plane,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    TOKENS: tl.constexpr = BM // HEADS
-    column = tl.arange(0, DP)
-    parts, tiles = H // HEADS, tl.cdiv(S, TOKENS)
-    s = (tl.program_id(0) // parts % tiles).to(tl.int64) * TOKENS + tl.arange(0, BM) // HEADS  # S·H·D may pass 2^31
-    h = tl.program_id(0) % parts * HEADS + tl.arange(0, BM) % HEADS
-    b = (tl.program_id(0) // parts // tiles).to(tl.int64)
-    alive = s < S
-    row = (b * S + s) * H + h
-    mask = alive[:, None] & (column < D)[None, :]
-    at_dout = (b * stride_ob + s * stride_os + h * stride_oh)[:, None] + column[None, :]
-    grad = tl.load(dout + at_dout, mask=mask, other=0.0).to(tl.float32)
-    for branch in tl.static_range(3):
-        source = cmp if branch == 0 else (sel if branch == 1 else win)
-        value = tl.load(source + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        product = tl.sum(grad * value, 1)
-        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
-        tl.store(dgates + row * 3 + branch, product.to(dgates.dtype.element_ty), mask=alive)
-        at_scalar = branch * plane + (b * H + h) * S + s
-        tl.store(weights + at_scalar, gate, mask=alive)
-        tl.store(delta + at_scalar, gate * product, mask=alive)
-
-
-def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False) -> Tensor:
-    """`Σ gate·branch`; branches `[B,S,H,D]` and gates `[B,S,H,3]`, all contiguous."""
-    if not trusted:
-        _check(cmp, sel, win, gates)
-    D = cmp.shape[3]
-    rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
-    out = empty(cmp.shape, cmp.dtype, cmp.device)
-    _mix_kernel[(cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
-    return out
-
-
-def mix_backward(
-    dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dgates `[B,S,H,3]`; and for the branches' kernels the gates and `gate·<dout, branch>`, `[3,B,H,S]` float32."""
-    if not trusted:
-        _check(cmp, sel, win, gates)
-        check_like("cmp", cmp, dout=(dout, tuple(cmp.shape)))
-    dout = unit_last_stride(dout)
-    B, S, H, D = cmp.shape
-    heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
-    plane = rows + -rows % 4  # each branch's begins at a multiple of 16 bytes, where a copy may begin
-    block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
-    dgates = empty(gates.shape, gates.dtype, gates.device)
-    planes = empty((2, 3, plane), torch.float32, cmp.device)
-    weights, delta = planes.as_strided((2, 3, B, H, S), (3 * plane, plane, H * S, S, 1)).unbind()
-    _delta_kernel[(H // heads * cdiv(S, block // heads) * B,)](
-        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, plane,
-        D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
-    )  # fmt: skip
-    return dgates, weights, delta
-
-
-def _check(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> None:
-    check_queries(cmp, "cmp")
-    shape = tuple(cmp.shape)
-    check_like("cmp", cmp, sel=(sel, shape), win=(win, shape), gates=(gates, (*shape[:3], 3)))
-    check_contiguous(cmp=cmp, sel=sel, win=win, gates=gates)

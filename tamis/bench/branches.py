@@ -112,17 +112,11 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
         return
     from tamis.attention.kernels.banded.keys import key_gradients
     from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
+    from tamis.attention.kernels.gates import mix_backward, mix_forward
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
-    from tamis.attention.op import (
-        compressed_band,
-        compressed_forward,
-        mix_backward,
-        mix_forward,
-        window_band,
-        window_forward,
-    )  # fmt: skip
+    from tamis.attention.op import compressed_band, compressed_forward, window_band, window_forward
 
     spec = shape.spec
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (x.detach() for x in inputs)

@@ -22,6 +22,7 @@ from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
 from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
+from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward
@@ -29,7 +30,7 @@ from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tiles import AnyTile, candidates
 from tamis.attention.kernels.tuned import GpuModel, gpu_model, shape_key, tiles_file, using, write_tiles
-from tamis.attention.op import compressed_band, compressed_forward, mix_backward, window_band, window_forward
+from tamis.attention.op import compressed_band, compressed_forward, window_band, window_forward
 from tamis.attention.spec import as_numbers
 from tamis.attention.verify import LIMIT, relative_rmse
 from tamis.bench.attention import median_ms

@@ -70,6 +70,7 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
     The other dense branch takes part in the pass over the queries, as in training, with no weight: its lse is infinite.
     """
     from tamis.attention import op, reference
+    from tamis.attention.kernels import gates as gates_kernels
     from tamis.attention.kernels.banded import keys, queries
 
     forward, attend, index, band_of, other_band_of = {
@@ -91,7 +92,7 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
     out, lse = forward(q, k, v, spec)
     outs = [torch.zeros_like(out) for _ in range(3)]
     outs[index] = out
-    dgates, weights, delta = op.mix_backward(dout, *outs, gates)
+    dgates, weights, delta = gates_kernels.mix_backward(dout, *outs, gates)
     dq = torch.zeros_like(q)
     rows = queries.Rows(lse, weights[index], delta[index])
     none = torch.zeros_like(lse)

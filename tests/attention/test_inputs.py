@@ -70,10 +70,11 @@ def test_the_number_of_compressed_blocks_must_follow_from_the_length() -> None:
 
 def branch_calls() -> dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]]:
     """Every function of a branch, and inputs that fit it; batch 1, 20 tokens, 6 heads, 2 groups, dim 4."""
+    from tamis.attention.kernels.gates import mix_backward, mix_forward
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
-    from tamis.attention.op import compressed_forward, mix_backward, mix_forward, window_forward
+    from tamis.attention.op import compressed_forward, window_forward
 
     inputs = make_inputs(SMALL, Sizes(20), dtype=torch.float32)
     q, gates = inputs["q"], inputs["gates"]

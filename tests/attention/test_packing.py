@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.attention.devices import DEVICE, poisoned_memory, random_inputs, relative_rmse  # isort: skip
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks
-from tamis.attention.kernels import selection
+from tamis.attention.kernels import selection, tape
 from tamis.attention.kernels.banded import keys, queries
 from tamis.attention.kernels.selected import backward, layout, union
 from tamis.attention.kernels.tables import write_tables
@@ -210,6 +210,7 @@ def test_launches_depend_on_shapes_alone_and_the_host_reads_nothing(monkeypatch:
     seen = []
     for lengths in ([90], [1, 50, 39], [30, 30, 30]):
         launches.clear()
+        tape.forget()
         cu_seqlens = offsets(lengths, 3 - len(lengths))
         with NothingIsRead():
             out, *saved = op.nsa_forward._init_fn(

@@ -30,6 +30,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis.attention.kernels import tuned
+from tamis.attention.kernels.steps import (
+    Step,
+    Tape,
+    allocation,
+    block,
+    description,
+    interpreted,
+    launch,
+    release,
+    side,
+    take_current_stream,
+    view_like,
+)
 
 MOST_TAPES = 128
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -66,21 +79,22 @@ def forget() -> None:
     _tapes.clear()
 
 
-def repeat(call: Callable[..., Any], tensors: Sequence[Tensor | None], *numbers: Any) -> Any:
+def repeat(
+    call: Callable[..., Any], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], layouts: Any = None
+) -> Any:  # fmt: skip
     """`call(*tensors, *numbers)`, a tuple of tensors; from a tape once it was recorded for such arguments and tiles.
 
-    Of an address only its rest by 16 counts, and which tensors share it. A profiler sees every launch, with its names.
+    Of an address only its rest by 16 counts, and which tensors share it. `layouts` are those of the first tensors, if
+    they are known. A profiler sees every launch and range: there are no tapes while one runs.
     """
-    first: Any = tensors[0]
     hooks = triton.knobs.runtime
     if torch.autograd.profiler._is_profiler_enabled or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return call(*tensors, *numbers)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    kinds = [
-        None if x is None else (x.shape, x.stride(), x.dtype, address % 16)
-        for x, address in zip(tensors, addresses, strict=True)
-    ]
-    key = (call, numbers, tuned.generation, first.device, _shared(addresses), *kinds)
+    rests = [address % 16 for address in addresses]
+    others = tensors[len(layouts) :] if layouts else tensors
+    kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in others]
+    key = (call, numbers, tuned.generation, layouts, _shared(addresses), *rests, *kinds)
     tape = _tapes.get(key, UNKNOWN)
     if tape is UNKNOWN and _is_recordable(tensors):
         return _record(key, call, tensors, numbers)
@@ -111,39 +125,6 @@ def _record(
         _tapes.clear()
     _tapes[key] = recording.tape(results)
     return results
-
-
-class Repeat:
-    """One repetition of a tape: the tensors of its slots, and what its launches take."""
-
-    __slots__ = ("pool", "side", "stream", "tensors")
-
-    def __init__(self, tensors: list[Tensor | None], pool: list[Any]) -> None:
-        self.tensors, self.pool = tensors, pool
-        self.side: Any = None
-        self.stream = 0
-
-
-Step = Callable[[Repeat], None]
-
-
-class Tape:
-    """What a recording noted. Several threads may repeat it at once: nothing in it changes."""
-
-    def __init__(
-        self, steps: list[Step], pool: list[Any], pointers: list[tuple[int, int, int]], slots: int, results: list[int]
-    ) -> None:  # fmt: skip
-        self._steps, self._pool, self._pointers, self._results = steps, pool, pointers, results
-        self._slots = slots
-
-    def __call__(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> tuple[Tensor | None, ...]:
-        pool = self._pool.copy()
-        for index, slot, offset in self._pointers:
-            pool[index] = addresses[slot] + offset
-        run = Repeat([*tensors, *[None] * (self._slots - len(tensors))], pool)
-        for step in self._steps:
-            step(run)
-        return tuple([run.tensors[slot] for slot in self._results])
 
 
 @dataclass
@@ -201,7 +182,7 @@ class Recording:
         again = partial(make, x.shape, dtype=dtype, device=device)
         if make is torch.empty:  # the same in half the time
             again = partial(torch.empty_strided, x.shape, x.stride(), dtype=dtype, device=device)
-        self._levels[-1].append(_allocation(again, index, slot.pointers))
+        self._levels[-1].append(allocation(again, index, slot.pointers))
         return x
 
     def launch(self, prepared: Any, arguments: Sequence[Any]) -> None:
@@ -215,11 +196,11 @@ class Recording:
         placed = list(zip(arguments, found, strict=True))
         if prepared.is_compiled:
             if not self._has_stream:
-                self._levels[-1].append(_take_current_stream)
+                self._levels[-1].append(take_current_stream)
                 self._has_stream = True
-            step = _launch(prepared.at, [self._index(x, at) for x, at in placed])
+            step = launch(prepared.at, [self._index(x, at) for x, at in placed])
         else:
-            step = _interpreted(prepared, [x if at is None else _view_like(x, *at) for x, at in placed])
+            step = interpreted(prepared, [x if at is None else view_like(x, *at) for x, at in placed])
         for at in found:
             if at is not None:
                 self._use(at[0])
@@ -229,7 +210,7 @@ class Recording:
         """A side stream is made, of queries that are an input."""
         inputs = [i for i, slot in enumerate(self._slots) if slot and slot.tensor() is q]
         self._is_usable = self._is_usable and bool(inputs)
-        self._levels[-1].append(_side(make, inputs[0] if inputs else 0))
+        self._levels[-1].append(side(make, inputs[0] if inputs else 0))
 
     def enter_side(self) -> None:
         self._levels.append([])
@@ -237,7 +218,7 @@ class Recording:
 
     def leave_side(self) -> None:
         steps = self._levels.pop()
-        self._levels[-1].append(_block(steps))
+        self._levels[-1].append(block(steps))
         self._has_stream = False
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
@@ -248,7 +229,7 @@ class Recording:
             return None
         releases = [(steps, at, slot) for slot, (steps, at) in self._last_use.items() if slot not in returned]
         for steps, at, slot in sorted(releases, key=itemgetter(1), reverse=True):  # from the end, where none is moved
-            steps.insert(at + 1, _release(slot))
+            steps.insert(at + 1, release(slot))
         given = enumerate(self._slots[: self._inputs])
         pointers = [(index, i, offset) for i, slot in given if slot for index, offset in slot.pointers]
         return Tape(self._levels[0], self._pool, pointers, len(self._slots), returned)
@@ -291,7 +272,7 @@ class Recording:
         """A fresh one for each launch: two may lie in one place and have other shapes."""
         self._pool.append(None)
         like = descriptor.shape, descriptor.strides, descriptor.padding
-        self._levels[-1].append(_description(len(self._pool) - 1, pointer, *like))
+        self._levels[-1].append(description(len(self._pool) - 1, pointer, *like))
         return len(self._pool) - 1
 
 
@@ -306,100 +287,3 @@ class _OtherOperations(TorchDispatchMode):
         if not function.is_view:
             self._recording.see_operation()
         return function(*args, **(kwargs or {}))
-
-
-class Descriptor:
-    """As much of a `TensorDescriptor` as a launcher reads; its own base."""
-
-    __slots__ = ("address", "padding", "shape", "strides")
-
-    def __init__(self, address: int, shape: list[int], strides: list[int], padding: str) -> None:
-        self.address, self.shape, self.strides, self.padding = address, shape, strides, padding
-
-    @property
-    def base(self) -> Descriptor:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _allocation(make: Callable[[], Tensor], slot: int, pointers: list[tuple[int, int]]) -> Step:
-    def step(run: Repeat) -> None:
-        x = run.tensors[slot] = make()
-        address, pool = x.data_ptr(), run.pool
-        for index, offset in pointers:
-            pool[index] = address + offset
-
-    return step
-
-
-def _release(slot: int) -> Step:
-    def step(run: Repeat) -> None:
-        run.tensors[slot] = None
-
-    return step
-
-
-def _take_current_stream(run: Repeat) -> None:
-    driver = triton.runtime.driver.active
-    run.stream = driver.get_current_stream(driver.get_current_device())
-
-
-def _launch(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
-    get = itemgetter(*indices)  # of several: every kernel reads and writes
-
-    def step(run: Repeat) -> None:
-        launch_at(run.stream, get(run.pool))
-
-    return step
-
-
-def _description(index: int, pointer: int, shape: list[int], strides: list[int], padding: str) -> Step:
-    def step(run: Repeat) -> None:
-        run.pool[index] = Descriptor(run.pool[pointer], shape, strides, padding)
-
-    return step
-
-
-def _side(make: Callable[[Any], Any], q: int) -> Step:
-    def step(run: Repeat) -> None:
-        run.side = make(run.tensors[q])
-
-    return step
-
-
-def _block(steps: list[Step]) -> Step:
-    """The steps of a side stream."""
-
-    def block(run: Repeat) -> None:
-        with run.side:
-            for step in steps:
-                step(run)
-
-    return block
-
-
-@dataclass(frozen=True)
-class _View:
-    slot: int
-    shape: Sequence[int]
-    stride: Sequence[int]
-    offset: int  # elements
-
-
-def _view_like(x: Tensor, slot: int, offset: int) -> _View:
-    return _View(slot, x.shape, x.stride(), offset // x.element_size())
-
-
-def _interpreted(launch: Callable[..., None], arguments: list[Any]) -> Step:
-    def view(x: Any, tensors: list[Any]) -> Any:
-        if type(x) is not _View:
-            return x
-        base = tensors[x.slot].detach()
-        return base.as_strided(x.shape, x.stride, base.storage_offset() + x.offset)
-
-    def step(run: Repeat) -> None:
-        launch(*[view(x, run.tensors) for x in arguments])
-
-    return step

@@ -10,7 +10,7 @@ from tests.attention.devices import DEVICE, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention import NSASpec, op  # isort: skip
-from tamis.attention.kernels import launch, tuned  # isort: skip
+from tamis.attention.kernels import gates, launch, tuned  # isort: skip
 from tamis.attention.kernels.banded import hopper, keys, queries  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
@@ -149,7 +149,7 @@ def test_the_forward_kernel_takes_pairs_of_heads_from_the_first_token_on(
 
 def test_every_branch_has_statistics_where_a_copy_may_begin(on_hopper: None) -> None:
     q = torch.randn(1, 3, 2, 64, device=DEVICE)  # six rows: without room, the second branch's would begin at byte 24
-    _, weights, delta = op.mix_backward(q, q, q, q, torch.rand(1, 3, 2, 3, device=DEVICE))
+    _, weights, delta = gates.mix_backward(q, q, q, q, torch.rand(1, 3, 2, 3, device=DEVICE))
     for branch in range(3):
         rows = queries.Rows(weights[branch], weights[branch], delta[branch])
         assert keys.copies_rows_of_heads(q.half(), q.half(), rows)

@@ -1,0 +1,141 @@
+"""The steps of a tape: what a repeated call does, one after the other. `tape.py` records them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import triton
+from torch import Tensor
+
+
+class Repeat:
+    """One repetition of a tape: the tensors of its slots, and what its launches take."""
+
+    __slots__ = ("pool", "side", "stream", "tensors")
+
+    def __init__(self, tensors: list[Tensor | None], pool: list[Any]) -> None:
+        self.tensors, self.pool = tensors, pool
+        self.side: Any = None
+        self.stream = 0
+
+
+Step = Callable[[Repeat], None]
+
+
+class Tape:
+    """What a recording noted. Several threads may repeat it at once: nothing in it changes."""
+
+    def __init__(
+        self, steps: list[Step], pool: list[Any], pointers: list[tuple[int, int, int]], slots: int, results: list[int]
+    ) -> None:  # fmt: skip
+        self._steps, self._pool, self._pointers, self._results = steps, pool, pointers, results
+        self._slots = slots
+
+    def __call__(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> tuple[Tensor | None, ...]:
+        pool = self._pool.copy()
+        for index, slot, offset in self._pointers:
+            pool[index] = addresses[slot] + offset
+        run = Repeat([*tensors, *[None] * (self._slots - len(tensors))], pool)
+        for step in self._steps:
+            step(run)
+        return tuple([run.tensors[slot] for slot in self._results])
+
+
+class Descriptor:
+    """As much of a `TensorDescriptor` as a launcher reads; its own base."""
+
+    __slots__ = ("address", "padding", "shape", "strides")
+
+    def __init__(self, address: int, shape: list[int], strides: list[int], padding: str) -> None:
+        self.address, self.shape, self.strides, self.padding = address, shape, strides, padding
+
+    @property
+    def base(self) -> Descriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def allocation(make: Callable[[], Tensor], slot: int, pointers: list[tuple[int, int]]) -> Step:
+    def step(run: Repeat) -> None:
+        x = run.tensors[slot] = make()
+        address, pool = x.data_ptr(), run.pool
+        for index, offset in pointers:
+            pool[index] = address + offset
+
+    return step
+
+
+def release(slot: int) -> Step:
+    def step(run: Repeat) -> None:
+        run.tensors[slot] = None
+
+    return step
+
+
+def take_current_stream(run: Repeat) -> None:
+    driver = triton.runtime.driver.active
+    run.stream = driver.get_current_stream(driver.get_current_device())
+
+
+def launch(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
+    get = itemgetter(*indices)  # of several: every kernel reads and writes
+
+    def step(run: Repeat) -> None:
+        launch_at(run.stream, get(run.pool))
+
+    return step
+
+
+def description(index: int, pointer: int, shape: list[int], strides: list[int], padding: str) -> Step:
+    def step(run: Repeat) -> None:
+        run.pool[index] = Descriptor(run.pool[pointer], shape, strides, padding)
+
+    return step
+
+
+def side(make: Callable[[Any], Any], q: int) -> Step:
+    def step(run: Repeat) -> None:
+        run.side = make(run.tensors[q])
+
+    return step
+
+
+def block(steps: list[Step]) -> Step:
+    """The steps of a side stream."""
+
+    def step(run: Repeat) -> None:
+        with run.side:
+            for inner in steps:
+                inner(run)
+
+    return step
+
+
+@dataclass(frozen=True)
+class _View:
+    slot: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int  # elements
+
+
+def view_like(x: Tensor, slot: int, offset: int) -> _View:
+    return _View(slot, x.shape, x.stride(), offset // x.element_size())
+
+
+def interpreted(prepared: Callable[..., None], arguments: list[Any]) -> Step:
+    def view(x: Any, tensors: list[Any]) -> Any:
+        if type(x) is not _View:
+            return x
+        base = tensors[x.slot].detach()
+        return base.as_strided(x.shape, x.stride, base.storage_offset() + x.offset)
+
+    def step(run: Repeat) -> None:
+        prepared(*[view(x, run.tensors) for x in arguments])
+
+    return step
