@@ -196,8 +196,8 @@ class PreparedLaunch:
 def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The function that launches a compiled kernel, and what it takes between the stream and the first argument.
 
-    Triton's launcher allocates what a kernel wants for itself, at every launch. If that is nothing, the function inside
-    does the same.
+    Triton's launcher asks at every launch how much memory a kernel needs for itself. If that is none, the function that
+    it calls does the same in less time.
     """
     run, hooks = compiled.run, (None, None, None)
     known = triton.__version__.startswith(LAUNCHER_PROVED_WITH) and hasattr(run, "launch")

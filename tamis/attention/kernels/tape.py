@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis.attention.kernels import tuned
-from tamis.attention.kernels.steps import (
+from tamis.attention.kernels.repetition import (
     Step,
     Tape,
     allocation,

@@ -19,7 +19,7 @@ from tamis.attention.kernels import tape, tuned  # isort: skip
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import PreparedKernel  # isort: skip
 from tamis.attention.kernels.selected import pairs  # isort: skip
-from tamis.attention.kernels.steps import Tape  # isort: skip
+from tamis.attention.kernels.repetition import Tape  # isort: skip
 from tamis.attention.kernels.tiles import Tile  # isort: skip
 from tests.attention.kernels.test_launch import Driver, Kernel  # isort: skip
 
