@@ -87,14 +87,17 @@ def repeat(
     Of an address only its rest by 16 counts, and which tensors share it. `layouts` are those of the first tensors, if
     they are known. A profiler sees every launch and range: there are no tapes while one runs.
     """
+    first: Any = tensors[0]
     hooks = triton.knobs.runtime
     if torch.autograd.profiler._is_profiler_enabled or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return call(*tensors, *numbers)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     rests = [address % 16 for address in addresses]
     others = tensors[len(layouts) :] if layouts else tensors
-    kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in others]
-    key = (call, numbers, tuned.generation, layouts, _shared(addresses), *rests, *kinds)
+    kinds = [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others
+    ]  # sooner than `device`
+    key = (call, numbers, tuned.generation, first.device, layouts, _shared(addresses), *rests, *kinds)
     tape = _tapes.get(key, UNKNOWN)
     if tape is UNKNOWN and _is_recordable(tensors):
         return _record(key, call, tensors, numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.attention.devices import DEVICE
 
 # After devices, which sets up the interpreter.
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
-from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch  # isort: skip
+from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch, SideStream, _streams_of  # isort: skip
 
 
 class Compiled:
@@ -112,6 +113,40 @@ def test_a_kernel_is_prepared_again_for_what_triton_would_compile_or_launch_othe
     prepared[(1,)](x, x, 0.5, COPIED=True)
     prepared[(1,)](x, x, 0.5, COPIED=True)
     assert kernel.asked == len(changed) + 2  # the tensors' descriptors are made at every launch
+
+
+def test_a_side_stream_waits_for_the_current_one_and_the_current_one_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Stream:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.name = "side" if options else "current"
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            happened.append(f"record {stream.name}")
+
+        def wait(self, stream: Stream) -> None:
+            happened.append(f"wait {stream.name}")
+
+    current = Stream()
+    fakes = {
+        "Stream": Stream, "Event": Event, "current_stream": lambda device: current, "current_device": lambda: 77,
+        "set_stream": lambda stream: happened.append(f"set {stream.name}"),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 123, raising=False)
+    q = SimpleNamespace(is_cuda=True, shape=(2, 8, 4, 64), get_device=lambda: 77)
+    for _ in range(2):
+        happened.clear()
+        side: Any = SideStream(q)  # type: ignore[arg-type]
+        happened.append("launch")
+        with side:
+            happened.append("launch aside")
+        forked = ["record current", "launch", "wait side", "set side", "launch aside"]
+        assert happened == [*forked, "set current", "record side", "wait current"]
+    _streams_of.cache_clear()
 
 
 def test_launches_that_never_come_again_do_not_pile_up() -> None:

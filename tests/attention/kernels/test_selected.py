@@ -334,6 +334,15 @@ def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(m
     assert grids == [(6,)]
 
 
+@pytest.mark.parametrize("words", [1, 37, 16 * 7, 16 * 2300 + 5])
+def test_marks_are_counted_over_any_number_of_tiles(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected_lists, "FEW_WORDS", 0)
+    monkeypatch.setattr(selected_lists, "WORDS_OF_TILE", 16)
+    marks = torch.randint(-(2**31), 2**31, (words,), generator=torch.Generator().manual_seed(words)).int()
+    bits = sum(marks >> bit & 1 for bit in range(32))
+    assert torch.equal(selected_lists._ends_of(marks.to(DEVICE)).cpu(), bits.cumsum(0).int())
+
+
 @pytest.mark.parametrize("few_words", [0, selected_lists.FEW_WORDS])
 def test_every_pair_is_listed_once_in_order_and_items_are_bounded(
     few_words: int, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -36,16 +37,16 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     return seen
 
 
-def both_ways(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+def both_ways(inputs: list[Tensor], spec: NSASpec = SPEC, **options: Any) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = nsa_attention(*leaves, SPEC, backend="triton", return_lse=True, **options)
+    out, lse = nsa_attention(*leaves, spec, backend="triton", return_lse=True, **options)
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, torch.ones_like(out).sin())]
 
 
-def ordinary(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+def ordinary(inputs: list[Tensor], spec: NSASpec = SPEC, **options: Any) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "repeat", lambda call, tensors, numbers, layouts=None: call(*tensors, *numbers))
-        return both_ways(inputs, **options)
+        return both_ways(inputs, spec, **options)
 
 
 def packed(inputs: list[Tensor]) -> dict[str, Any]:
@@ -74,6 +75,26 @@ def test_a_repeated_call_gives_the_bits_of_an_ordinary_one(
             assert torch.equal(got, expected)
     addresses = [x.untyped_storage().data_ptr() for result in results for x in result]
     assert len(set(addresses)) == len(addresses), "results share no memory"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("graph", [False, True])
+def test_kernels_with_descriptors_and_a_side_stream_are_repeated(repeated: list[Tape], graph: bool) -> None:
+    shape = {"batch": 4, "tokens": 2048, "heads_per_group": 6, "dim": 64, "dtype": torch.bfloat16}
+    given = [random_inputs(NSASpec(), seed=seed, **shape) for seed in range(3)]
+    expected = [ordinary(inputs, NSASpec()) for inputs in given]
+    both_ways(given[0], NSASpec())
+    torch.cuda.synchronize()
+    for inputs, wanted in zip(given, expected, strict=True):
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded) if graph else nullcontext():
+            results = both_ways(inputs, NSASpec())
+        if graph:
+            recorded.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True))
+    assert len(repeated) == 6
 
 
 def inputs_of(seed: int) -> list[Tensor]:
