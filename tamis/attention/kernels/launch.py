@@ -222,11 +222,8 @@ class PreparedKernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        recording = current_recording()
         if constants.get("COPIED"):
-            if recording:
-                recording.give_up()
-            self._kernel[grid](*arguments, **constants)
+            launch_by_triton(self._kernel, grid, *arguments, **constants)
             return
         kinds = [
             x if type(x) in NUMBERS else _box(x) if type(x) in PASSED_ON else (x.dtype, x.data_ptr() % 16 == 0)
@@ -238,10 +235,19 @@ class PreparedKernel:
             if len(self._launches) >= MOST_PREPARED:
                 self._launches.clear()
             launch = self._launches[key] = PreparedLaunch(self._kernel, grid, (), constants)
-        if recording:
+        if recording := current_recording():
             recording.launch(launch, arguments)
         else:
             launch(*arguments)
+
+
+def launch_by_triton(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel that takes descriptors, and is not prepared. On a tape this is the one way to do it."""
+    launch = partial(kernel[grid], **constants)
+    if recording := current_recording():
+        recording.launch_by_triton(launch, arguments)
+    else:
+        launch(*arguments)
 
 
 def _box(descriptor: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -117,25 +118,37 @@ def block(steps: list[Step]) -> Step:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
+    """A tensor of a slot, or a descriptor of it."""
+
     slot: int
     shape: Sequence[int]
     stride: Sequence[int]
     offset: int  # elements
+    descriptor: Any = None  # without its base
+
+    def of(self, tensors: list[Any]) -> Any:
+        slot = tensors[self.slot].detach()
+        x = slot.as_strided(self.shape, self.stride, slot.storage_offset() + self.offset)
+        return x if self.descriptor is None else _with_base(self.descriptor, x)
 
 
-def view_like(x: Tensor, slot: int, offset: int) -> _View:
-    return _View(slot, x.shape, x.stride(), offset // x.element_size())
+def view_like(x: Any, slot: int, offset: int) -> View:
+    """Like a tensor or a descriptor, of the slot."""
+    base, descriptor = (x, None) if isinstance(x, Tensor) else (x.base, _with_base(x, None))
+    return View(slot, base.shape, base.stride(), offset // base.element_size(), descriptor)
 
 
-def interpreted(prepared: Callable[..., None], arguments: list[Any]) -> Step:
-    def view(x: Any, tensors: list[Any]) -> Any:
-        if type(x) is not _View:
-            return x
-        base = tensors[x.slot].detach()
-        return base.as_strided(x.shape, x.stride, base.storage_offset() + x.offset)
+def _with_base(descriptor: Any, base: Tensor | None) -> Any:
+    other = copy(descriptor)
+    other.base = base
+    return other
+
+
+def launch_with_tensors(call: Callable[..., Any], arguments: list[Any]) -> Step:
+    """For the interpreter, and for launches that Triton must look at every time."""
 
     def step(run: Repeat) -> None:
-        prepared(*[view(x, run.tensors) for x in arguments])
+        call(*[x.of(run.tensors) if type(x) is View else x for x in arguments])
 
     return step

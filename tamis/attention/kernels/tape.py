@@ -3,9 +3,10 @@
 Which kernels a call launches, with which grids, numbers and views, depends on the layouts of its tensors and on its
 numbers alone. Python finds it out while the first call runs. Later calls allocate and launch what was noted.
 
-To be repeated, a call may allocate by `empty` and `zeros`, take views, launch prepared kernels and use a `SideStream`.
-Any other operation of torch would be missing from the tape. Such an operation is noticed, as is a launch that Triton
-makes itself; then all calls of this kind run the ordinary way.
+To be repeated, a call may allocate by `empty` and `zeros`, take views, launch prepared kernels, or others by
+`launch_by_triton`, and use a `SideStream`. Any other operation of torch would be missing from the tape. Such an
+operation is noticed, and then all calls of this kind run the ordinary way. A launch past `launch.py` is not noticed; a
+test finds those.
 
 A *slot* is an input or an allocation. A tensor that a kernel takes is noted as the slot that holds its address, and an
 offset. Memory is released as early as without a tape: after the last launch that uses it or, if the current stream's
@@ -36,8 +37,8 @@ from tamis.attention.kernels.repetition import (
     allocation,
     block,
     description,
-    interpreted,
     launch,
+    launch_with_tensors,
     release,
     side,
     take_current_stream,
@@ -189,21 +190,32 @@ class Recording:
         return x
 
     def launch(self, prepared: Any, arguments: Sequence[Any]) -> None:
-        """Launch a `PreparedLaunch`. The interpreter, which compiles nothing, is repeated with tensors."""
+        """Launch a `PreparedLaunch`. It is repeated with addresses, or with tensors by the interpreter."""
         with self._noted():
             prepared(*arguments)
+        if not prepared.is_compiled and arguments[0].device.type != "cpu":
+            self.give_up()
+        self._append_launch(prepared, arguments, prepared.at if prepared.is_compiled else None)
+
+    def launch_by_triton(self, call: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Launch what Triton must look at every time."""
+        with self._noted():
+            call(*arguments)
+        self._append_launch(call, arguments, None)
+
+    def _append_launch(self, call: Callable[..., Any], arguments: Sequence[Any], with_addresses: Any) -> None:
         found = [self._find(x if isinstance(x, Tensor) else getattr(x, "base", None)) for x in arguments]
-        if UNKNOWN in found or not (prepared.is_compiled or arguments[0].device.type == "cpu"):
+        if UNKNOWN in found:
             self.give_up()
             return
         placed = list(zip(arguments, found, strict=True))
-        if prepared.is_compiled:
+        if with_addresses is None:
+            step = launch_with_tensors(call, [x if at is None else view_like(x, *at) for x, at in placed])
+        else:
             if not self._has_stream:
                 self._levels[-1].append(take_current_stream)
                 self._has_stream = True
-            step = launch(prepared.at, [self._index(x, at) for x, at in placed])
-        else:
-            step = interpreted(prepared, [x if at is None else view_like(x, *at) for x, at in placed])
+            step = launch(with_addresses, [self._index(x, at) for x, at in placed])
         for at in found:
             if at is not None:
                 self._use(at[0])

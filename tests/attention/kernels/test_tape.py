@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,16 +18,18 @@ from tests.attention.devices import DEVICE, random_inputs
 
 # After devices, which sets up the interpreter.
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks  # isort: skip
-from tamis.attention.kernels import tape, tuned  # isort: skip
+from tamis.attention.kernels import gates, selection, tape, tuned  # isort: skip
+from tamis.attention.kernels.banded import hopper, keys, queries, statistics  # isort: skip
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import PreparedKernel  # isort: skip
-from tamis.attention.kernels.selected import pairs  # isort: skip
+from tamis.attention.kernels.selected import backward, lists, pairs, union  # isort: skip
+from tamis.attention.kernels.selected import hopper as selected_hopper  # isort: skip
 from tamis.attention.kernels.repetition import Tape  # isort: skip
 from tamis.attention.kernels.tiles import Tile  # isort: skip
 from tests.attention.kernels.test_launch import Driver, Kernel  # isort: skip
 
 SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
-SHAPE = {"tokens": 45, "groups": 1, "heads_per_group": 2}
+SHAPE = {"tokens": 45, "groups": 1, "heads_per_group": 4}
 
 
 @pytest.fixture
@@ -57,17 +61,24 @@ def chosen(inputs: list[Tensor]) -> dict[str, Any]:
     return {"block_ids": select_blocks(inputs[0].flip(1), inputs[1], SPEC, backend="triton")}
 
 
-def of_two_forms(inputs: list[Tensor]) -> dict[str, Any]:
+def scaled(inputs: list[Tensor]) -> dict[str, Any]:
     return {"scale": 0.3}
 
 
-@pytest.mark.parametrize("options", [dict, packed, chosen, of_two_forms])
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@pytest.mark.parametrize("options", [packed, chosen, scaled])
 def test_a_repeated_call_gives_the_bits_of_an_ordinary_one(
-    repeated: list[Tape], monkeypatch: pytest.MonkeyPatch, options: Callable[..., dict[str, Any]]
+    repeated: list[Tape], monkeypatch: pytest.MonkeyPatch, options: Callable[..., dict[str, Any]], copied: bool
 ) -> None:
-    if options is of_two_forms:  # tiles with short unions, and lists of pairs for the others
+    if options is scaled:  # tiles with short unions, and lists of pairs for the others
         monkeypatch.setattr(pairs, "DENSE_UP_TO", 0)
-    made = [options(inputs) if options is not dict else {} for inputs in map(inputs_of, range(3))]
+    if copied:
+        if DEVICE == "cuda":
+            pytest.skip("a GPU copies at head dim 128 alone")
+        for module in (queries, keys, selection, union):
+            monkeypatch.setattr(module, "copies_tiles", lambda heads, *tensors: all(x.numel() > 0 for x in tensors))
+        monkeypatch.setattr(backward, "takes_halves", lambda *args: True)
+    made = [options(inputs) for inputs in map(inputs_of, range(3))]
     results = [both_ways(inputs_of(seed), **made[seed]) for seed in range(3)]
     assert len(repeated) == 4, "two calls, forward and backward"
     for seed in range(3):
@@ -108,7 +119,7 @@ def test_other_arguments_are_not_repeated(repeated: list[Tape]) -> None:
     both_ways(inputs)
     moved = inputs[0].detach().new_empty(inputs[0].numel() + 1)[1:].view_as(inputs[0]).copy_(inputs[0].detach())
     strided = inputs[0].detach().transpose(1, 2).contiguous().transpose(1, 2)
-    others = [random_inputs(SPEC, tokens=44, groups=1, heads_per_group=2)]
+    others = [random_inputs(SPEC, tokens=44, groups=1, heads_per_group=4)]
     others += [[moved, *inputs[1:]], [strided, *inputs[1:]], with_two_alike(inputs)]
     for other in others:
         both_ways(other)
@@ -147,6 +158,14 @@ def test_operations_of_torch_make_no_tape() -> None:
     assert list(tape._tapes.values()) == [None]
     tape.repeat(doubled, (x,), (False,))
     assert type(list(tape._tapes.values())[1]) is Tape
+
+
+def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
+    modules = (op, gates, selection, keys, queries, statistics, hopper, backward, lists, pairs, union, selected_hopper)
+    for module in modules:
+        source = inspect.getsource(module)
+        launched = {name for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", source) if hasattr(module, name)}
+        assert all(isinstance(getattr(module, name), PreparedKernel) for name in launched), module
 
 
 def test_tapes_that_never_come_again_do_not_pile_up() -> None:

@@ -24,6 +24,7 @@ from tamis.attention.kernels.launch import (
     PreparedKernel,
     cdiv,
     copies_tiles,
+    launch_by_triton,
     padded,
     precision,
     specializes_warps,
@@ -357,9 +358,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     splits = 1 if band.window else max(1, min(MOST_SPLITS, programs // (key_tiles * B * G)))
     if band.tiles_of_keys is not None:  # more than there are keys for, and those without keys end at once
         key_tiles = band.tiles_of_keys.numel() // 2 * (TILE_OF_KEYS.value // tile.keys)
-    parts = [dk, dv]
-    if splits > 1:
-        parts = [empty((splits, *dk.shape), torch.float32, k.device) for _ in range(2)]
+    parts = [empty((splits, *dk.shape), torch.float32, k.device) for _ in range(2)] if splits > 1 else [dk, dv]
     grid = (key_tiles * B * G * splits,)
     numbers = (B, S, N, G, splits, scale, scale * LOG2E)
     constants: dict[str, int | str] = {"L": band.length, "STRIDE": band.stride, "W": band.window, "R": R, "D": D}
@@ -368,9 +367,9 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
         statistics = gather_statistics(rows.lse, rows.delta, rows.gate.transpose(1, 2), gated=False).view(3, B * S, H)
         described = TensorDescriptor(statistics, [3, B * S, H], [B * S * H, H, 1], [4, tile.rows // R, R])
         walked = [_described_rows(x, tile.rows // R, R) for x in (q, dout)]
-        _dkv_copied_kernel[grid](
-            walked[0], k, v, walked[1], described, band.rows_of_key, band.tiles_of_keys, *parts, *band.strides,
-            *numbers, key_tiles, TOGETHER=many, STAGES=tile.stages, **constants,
+        launch_by_triton(
+            _dkv_copied_kernel, grid, walked[0], k, v, walked[1], described, band.rows_of_key, band.tiles_of_keys,
+            *parts, *band.strides, *numbers, key_tiles, TOGETHER=many, STAGES=tile.stages, **constants,
         )  # fmt: skip
     else:
         _dkv_kernel[grid](
