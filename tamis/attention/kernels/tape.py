@@ -93,11 +93,9 @@ def repeat(
     if torch.autograd.profiler._is_profiler_enabled or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return call(*tensors, *numbers)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    rests = [address % 16 for address in addresses]
+    rests = [address % 16 if address else None for address in addresses]
     others = tensors[len(layouts) :] if layouts else tensors
-    kinds = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others
-    ]  # sooner than `device`
+    kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others]
     key = (call, numbers, tuned.generation, first.device, layouts, _shared(addresses), *rests, *kinds)
     tape = _tapes.get(key, UNKNOWN)
     if tape is UNKNOWN and _is_recordable(tensors):
