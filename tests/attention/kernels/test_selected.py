@@ -20,7 +20,7 @@ from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: s
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
 from tamis.attention.kernels.launch import takes_halves  # isort: skip
 from tamis.attention.kernels.selected.backward import cached_segment, selected_backward  # isort: skip
-from tamis.attention.kernels.selected.layout import ITEM, Layout  # isort: skip
+from tamis.attention.kernels.selected.layout import Layout  # isort: skip
 from tamis.attention.kernels.selected.lists import chunks_of_pairs  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 
@@ -349,13 +349,13 @@ def test_every_pair_is_listed_once_in_order_and_items_are_bounded(
 ) -> None:
     monkeypatch.setattr(selected_lists, "FEW_WORDS", few_words)
     case = Case(tokens=300, groups=2, heads=1, batch=2)
-    layout = Layout.of(case.ids, case.spec, 1, chunk=600)
+    layout = Layout.of(case.ids, case.spec, 1, chunk=600, item=128)
     (chunk,) = chunks_of_pairs(case.ids, layout)
     found = []
     for list_id, start, count in zip(
         chunk.item_list.tolist(), chunk.item_start.tolist(), chunk.item_count.tolist(), strict=True
     ):
-        assert 0 <= count <= ITEM
+        assert 0 <= count <= layout.item
         pairs = chunk.pairs[start : start + count].tolist()
         assert pairs == sorted(pairs)
         sequence, group = divmod(list_id // layout.blocks, layout.groups)

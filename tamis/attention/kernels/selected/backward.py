@@ -38,7 +38,7 @@ from tamis.attention.kernels.selected.items import (
     pairs_of_tile,
     rows_of_merge,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import LARGE, Layout, cached_segment, merge_launch, sizes_of
+from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
@@ -50,6 +50,9 @@ from tamis.attention.spec import NSASpec
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
 CHUNKS_OF_WHOLE_SEQUENCES = 4
+# Tokens of an item of `backward_items`: long ones load their block and write its sums less often. In short sequences
+# lists differ more in length, and long items would leave processors idle at the end.
+SHORT_ITEM, LONG_ITEM, SHORT_SEQUENCE = 512, 1024, 8192
 
 
 def selected_backward(
@@ -90,7 +93,8 @@ def selected_backward(
     if halves and whole and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
     chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
-    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed)
+    item = ITEM if halves else SHORT_ITEM if longest <= SHORT_SEQUENCE else LONG_ITEM
+    layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
@@ -241,7 +245,7 @@ def backward_items(
     scale, dk_scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item: all five products of the backward pass for one block's keys and the item's tokens."""
@@ -266,9 +270,7 @@ def backward_items(
     )  # fmt: skip
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
-    masked_tiles = masked_tiles_of(
-        pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
-    )
+    masked_tiles = masked_tiles_of(pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL, BN)
     next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
     for tile in range(tl.cdiv(count, ROWS // R)):
         pair = tl.maximum(next_pair, 0)
@@ -315,7 +317,7 @@ def backward_halves(
     pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, table, bounds,
     scale, q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The same, with the first and the last half of a head's elements apart; D is a power of two.
@@ -349,9 +351,7 @@ def backward_halves(
     dk_hi = tl.zeros((HALF, BN), tl.float32)
     dv_lo = tl.zeros((HALF, BN), tl.float32)
     dv_hi = tl.zeros((HALF, BN), tl.float32)
-    masked_tiles = masked_tiles_of(
-        pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL % BN != 0, ITEM
-    )
+    masked_tiles = masked_tiles_of(pairs, start, count, begin + L_SEL - first_token, N, ROWS // R, L_SEL, BN)
     next_pair = pairs_of_tile(pairs, 0, start, count, -1, R, ROWS)
     tiles = tl.cdiv(count, ROWS // R)
     for tile in range(tiles):

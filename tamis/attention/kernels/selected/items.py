@@ -49,13 +49,13 @@ def keys_of_block(bounds, block, sub, tokens, L_SEL: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def masked_tiles_of(
-    pairs, start, count, end, N: tl.constexpr, TOKENS: tl.constexpr, ALL: tl.constexpr, ITEM: tl.constexpr
+    pairs, start, count, end, N: tl.constexpr, TOKENS: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr
 ):
-    """How many tiles at the head of an item hold tokens that do not see the whole block (they lie in it, and tokens are
-    ascending). All of them where a block does not fill its key tiles."""
-    if ALL:
+    """How many tiles at the head of an item hold tokens that do not see the whole block. They lie in it, so there are
+    fewer than it has keys, and tokens are ascending. All tiles where a block does not fill its key tiles."""
+    if L_SEL % BN != 0:
         return tl.cdiv(count, TOKENS)
-    entry = tl.arange(0, ITEM)
+    entry = tl.arange(0, triton.next_power_of_2(L_SEL))
     pair = tl.load(pairs + start + entry, mask=entry < count, other=2147483647)
     return tl.cdiv(tl.sum((pair // N < end - 1).to(tl.int32), 0), TOKENS)
 

@@ -37,6 +37,7 @@ class Layout:
     segment: int  # tokens per segment, a multiple of WORD unless it is the whole sequence
     segments_per_chunk: int
     longest: int  # tokens of a list
+    item: int  # tokens of an item, at most
 
     @classmethod
     def of(
@@ -48,6 +49,7 @@ class Layout:
         start: int = 0,
         segment: int | None = None,
         packed: PackedTables | None = None,
+        item: int = ITEM,
     ) -> Layout:
         """At most about `chunks` chunks, or chunks of about `chunk` tokens; of segments of at most about `segment`, or
         longer ones where lists would be too short."""
@@ -64,7 +66,7 @@ class Layout:
         if packed:  # blocks from the first token of a document that reaches into the segment to the segment's end
             touched = (segment + packed.longest) // spec.l_sel + min(packed.documents, segment) + 1
             blocks, longest = aligned(min(packed.blocks, touched)), min(segment, packed.longest)
-        return cls(batch, tokens, groups, blocks, slots, spec.l_sel, segment, segments_per_chunk, longest)
+        return cls(batch, tokens, groups, blocks, slots, spec.l_sel, segment, segments_per_chunk, longest, item)
 
     @property
     def segments_per_sequence(self) -> int:
@@ -99,12 +101,12 @@ class Layout:
     @property
     def items_per_chunk(self) -> int:
         """A bound known without looking at the data: full items, and one unfilled one per list that has any."""
-        return aligned(self.pairs_per_chunk // ITEM + min(self.lists_per_chunk, self.pairs_per_chunk))
+        return aligned(self.pairs_per_chunk // self.item + min(self.lists_per_chunk, self.pairs_per_chunk))
 
     @property
     def parts_per_chunk(self) -> int:
         """A bound on the items of lists that have several: such a list fills more than half of its items."""
-        return min(self.items_per_chunk, 2 * self.pairs_per_chunk // ITEM)
+        return min(self.items_per_chunk, 2 * self.pairs_per_chunk // self.item)
 
     def first_token(self, segment: int) -> int:
         """Position of a segment's first token among all tokens of the batch."""
@@ -133,7 +135,6 @@ def sizes_of(q_BSHD: Tensor, layout: Layout, spec: NSASpec) -> dict[str, Any]:
         "D": dim,
         "BD": padded(dim),
         "PRECISION": precision(q_BSHD.dtype),
-        "ITEM": ITEM,
         "OFFSET": _offset_type(q_BSHD, layout, parts),
     }
 

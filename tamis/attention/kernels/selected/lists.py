@@ -7,8 +7,8 @@ block. Tokens are ascending within a list: the order of summation is fixed, so t
 Tokens are cut into segments (a whole sequence, or an equal part of a long one) and segments into chunks. Kernels work
 chunk by chunk, because what they keep per pair would not fit for all tokens at once. There is one list per segment,
 group and block. Lists differ widely in length (every token chooses block 0), so each is cut into *items* of at most
-`ITEM` tokens. A segment of a packed row has lists for the blocks of its documents alone, counted from the first of
-them, and a list has room for the tokens of one document.
+`Layout.item` tokens. A segment of a packed row has lists for the blocks of its documents alone, counted from the first
+of them, and a list has room for the tokens of one document.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.launch import PreparedKernel, cdiv
-from tamis.attention.kernels.selected.layout import ITEM, Layout
+from tamis.attention.kernels.selected.layout import Layout
 from tamis.attention.kernels.selected.union import Unions
 from tamis.attention.kernels.tape import empty, zeros
 from tamis.attention.packing import PackedTables
@@ -97,7 +97,7 @@ def _build_span(
     list_first, list_items = empty((2, chunks, layout.lists_per_chunk), torch.int32, device)
     _cut_lists[(chunks, CUTTERS)](
         ends, item_list, item_start, item_count, item_part, list_first, list_items,
-        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=ITEM, EVERY_PART=every_part,
+        layout.words, layout.lists_per_chunk, layout.items_per_chunk, ITEM=layout.item, EVERY_PART=every_part,
         CUTTERS=CUTTERS, BLOCK=1024,
     )  # fmt: skip
     del marks, ends  # not needed by the kernels that run between the chunks

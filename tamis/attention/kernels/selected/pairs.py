@@ -142,7 +142,7 @@ def _forward_items(
     bounds, start, scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, ITEM: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item: softmax over one block's keys alone, for every token of the item; `scale` includes log2(e)."""
@@ -170,9 +170,7 @@ def _forward_items(
     first_row = (segment_group.to(tl.int64) * segment * N * SUB + sub) * R
     part_out += first_row * D
     part_lse += first_row
-    masked_tiles = masked_tiles_of(
-        pairs, first_pair, count, begin + L_SEL - first_position, N, ROWS // R, L_SEL % BN != 0, ITEM
-    )
+    masked_tiles = masked_tiles_of(pairs, first_pair, count, begin + L_SEL - first_position, N, ROWS // R, L_SEL, BN)
     always = tl.full((ROWS,), True, tl.int1)
     next_pair = pairs_of_tile(pairs, 0, first_pair, count, 0, R, ROWS)
     tiles = tl.cdiv(count, ROWS // R)
