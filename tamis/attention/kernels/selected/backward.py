@@ -50,9 +50,9 @@ from tamis.attention.spec import NSASpec
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
 CHUNKS_OF_WHOLE_SEQUENCES = 4
-# Tokens of an item of `backward_items`: long ones load their block and write its sums less often. In short sequences
-# lists differ more in length, and long items would leave processors idle at the end.
-SHORT_ITEM, LONG_ITEM, SHORT_SEQUENCE = 512, 1024, 8192
+# Tokens of an item of `backward_items`: long ones load their block and write its sums less often, but in short
+# sequences lists differ more in length, and much longer items would leave processors idle at the end.
+ITEM_OF_SWEEP = 512
 
 
 def selected_backward(
@@ -93,7 +93,7 @@ def selected_backward(
     if halves and whole and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
     chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
-    item = ITEM if halves else SHORT_ITEM if longest <= SHORT_SEQUENCE else LONG_ITEM
+    item = ITEM if halves else ITEM_OF_SWEEP
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
