@@ -98,7 +98,7 @@ def padded(dim: int) -> int:
 
 def softmax_scale(x: Tensor, scale: float | None) -> float:
     """The scale of the scores, by default `D ** -0.5`."""
-    return x.shape[-1] ** -0.5 if scale is None else scale
+    return x.shape[-1] ** -0.5 if scale is None else float(scale)  # 2 and 2.0 are one key of a prepared launch
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -189,8 +189,9 @@ class PreparedLaunch:
         if compiled is not None:  # the interpreter compiles nothing
             names = self._kernel.arg_names[len(first) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
-            self._compiled, self._grid = compiled, (*self._grid, 1, 1)[:3]
+            self._grid = (*self._grid, 1, 1)[:3]
             self._run, self._before = _launcher_of(compiled)
+            self._compiled = compiled  # last: another thread may launch from here on
 
 
 def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

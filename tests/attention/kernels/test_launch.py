@@ -12,8 +12,10 @@ import triton
 from tests.attention.devices import DEVICE
 
 # After devices, which sets up the interpreter.
+from tamis.attention.kernels import launch as launch_module  # isort: skip
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch, SideStream, _streams_of  # isort: skip
+from tamis.attention.kernels.launch import softmax_scale  # isort: skip
 
 
 class Compiled:
@@ -66,6 +68,27 @@ def test_later_launches_carry_addresses_and_the_present_stream(monkeypatch: pyte
     hooks = (None, None, None)
     expected = (5, 6, 1, 99, 7, (4, 1, 0), *hooks, x.data_ptr(), out.data_ptr(), 0.5, 1, 2)
     assert kernel.compiled.launched[-1] == expected
+
+
+def test_a_launch_counts_as_compiled_when_all_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may launch as soon as it does."""
+    launch = PreparedLaunch(Kernel(), (1,), (0.5,), {"FIRST": 1, "SECOND": 2})
+    find, too_early = launch_module._launcher_of, []
+
+    def noted(compiled: Any) -> Any:
+        too_early.append(launch.is_compiled)
+        return find(compiled)
+
+    monkeypatch.setattr(launch_module, "_launcher_of", noted)
+    x = torch.zeros(4, device=DEVICE)
+    launch(x, x)
+    assert launch.is_compiled and too_early == [False]
+
+
+def test_a_scale_is_a_float() -> None:
+    """Else 2.0 would be launched as a kernel that was compiled for the whole number 2."""
+    x = torch.zeros(4, 16)
+    assert [type(softmax_scale(x, scale)) for scale in (None, 2, 2.0)] == [float] * 3
 
 
 def test_a_profilers_hooks_see_every_launch() -> None:
