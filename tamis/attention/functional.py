@@ -254,7 +254,7 @@ def _use_kernels(q: Tensor, backend: Backend, groups: int) -> bool:
 
 
 def _takes(device: torch.device, dtype: torch.dtype, dim: int, heads_per_group: int) -> bool:
-    """Whether kernels take such tensors of a GPU, asked once as well."""
+    """Whether kernels take such tensors of a GPU; asked once, as `capability` is."""
     if torch.compiler.is_compiling():
         return why_no_kernels(device, dtype, dim, heads_per_group) is None
     return _known_to_take(device, dtype, dim, heads_per_group)
