@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from tamis.attention.kernels import tuned
 from tamis.attention.kernels.repetition import (
@@ -85,18 +85,18 @@ def repeat(
 ) -> Any:  # fmt: skip
     """`call(*tensors, *numbers)`, a tuple of tensors; from a tape once it was recorded for such arguments and tiles.
 
-    Of an address only its rest by 16 counts, and which tensors share it. `layouts` are those of the first tensors, if
-    they are known. A profiler sees every launch and range: there are no tapes while one runs.
+    Of an address only its remainder by 16 counts, and which tensors share it. `layouts` are those of the first tensors,
+    if they are known. A profiler sees every launch and range: there are no tapes while one runs.
     """
     first: Any = tensors[0]
     hooks = triton.knobs.runtime
     if torch.autograd.profiler._is_profiler_enabled or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return call(*tensors, *numbers)
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    rests = [address % 16 if address else None for address in addresses]
+    remainders = [address % 16 if address else None for address in addresses]
     others = tensors[len(layouts) :] if layouts else tensors
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others]
-    key = (call, numbers, tuned.generation, first.device, layouts, _shared(addresses), *rests, *kinds)
+    key = (call, numbers, tuned.generation, first.device, layouts, _shared(addresses), *remainders, *kinds)
     tape = _tapes.get(key, UNKNOWN)
     if tape is UNKNOWN and _is_recordable(tensors):
         return _record(key, call, tensors, numbers)
@@ -117,8 +117,9 @@ def _is_recordable(tensors: Sequence[Tensor | None]) -> bool:
 def _record(
     key: tuple[Any, ...], call: Callable[..., Any], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...]
 ) -> Any:  # fmt: skip
-    recording = _thread.recording = Recording(tensors)
+    recording = Recording(tensors)
     try:
+        _thread.recording = recording
         with _OtherOperations(recording):
             results = call(*tensors, *numbers)
     finally:
@@ -138,6 +139,7 @@ class Slot:
     begin: int  # addresses
     end: int
     dtype: torch.dtype
+    layout: tuple[torch.Size, tuple[int, ...]]  # shape and strides
     level: int  # of the steps that allocate it
     pointers: list[tuple[int, int]] = field(default_factory=list)  # index in the pool, and offset in bytes
 
@@ -146,7 +148,7 @@ class Slot:
         reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         begin = x.data_ptr()
         end = begin + (reach * x.element_size() if x.numel() else 0)
-        return cls(weakref.ref(x), memory, begin, end, x.dtype, level)
+        return cls(weakref.ref(x), memory, begin, end, x.dtype, (x.shape, x.stride()), level)
 
     def holds(self, address: int, dtype: torch.dtype) -> bool:
         alive = self.memory is None or not self.memory.expired()
@@ -251,8 +253,10 @@ class Recording:
     def _noted(self) -> Iterator[None]:
         """What happens inside is on the tape."""
         before, self._is_noted = self._is_noted, True
-        yield
-        self._is_noted = before
+        try:
+            yield
+        finally:
+            self._is_noted = before
 
     def _use(self, slot: int) -> None:
         """By the step that is appended next."""
@@ -266,9 +270,10 @@ class Recording:
         if x is None:
             return None
         address, slots = x.data_ptr(), enumerate(self._slots)
-        near = [(i, address - slot.begin) for i, slot in slots if slot and slot.holds(address, x.dtype)]
-        first = [at for at in near if at[1] == 0]  # inputs may be interleaved, but each has its own first address
-        return first[0] if first else near[0] if len(near) == 1 else UNKNOWN
+        near = [(i, slot) for i, slot in slots if slot and slot.holds(address, x.dtype)]
+        if address and len(near) > 1:  # inputs may overlap: a view of one may begin where another does
+            near = [(i, slot) for i, slot in near if slot.begin == address and slot.layout == (x.shape, x.stride())]
+        return (near[0][0], address - near[0][1].begin) if near else UNKNOWN
 
     def _index(self, x: Any, at: tuple[int, int] | None) -> int:
         """Where a launch finds an argument in the pool."""
@@ -290,11 +295,22 @@ class Recording:
 
 
 class _OtherOperations(TorchDispatchMode):
-    """Tells a recording of the operations that are not on its tape."""
+    """Tells a recording of the operations that are not on its tape.
+
+    Other modes also set flags of the whole process, which would send the calls of other threads through the dispatcher
+    and keep torch.compile from compiling: for ever, if two threads begin to record before one of them ends.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
+
+    def __enter__(self) -> _OtherOperations:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _pop_mode()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not function.is_view:

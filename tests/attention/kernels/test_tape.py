@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tests.attention.devices import DEVICE, random_inputs
 
@@ -137,6 +138,26 @@ def with_two_alike(inputs: list[Tensor]) -> list[Tensor]:
     return [*inputs[:5], *inputs[3:5], inputs[7]]
 
 
+def test_a_view_that_begins_where_another_input_does_is_not_taken_for_it(repeated: list[Tape]) -> None:
+    inputs = [x.detach() for x in random_inputs(SPEC, **SHAPE)]
+    values, gates = inputs[6], inputs[7]
+    memory = torch.rand(2 * gates.numel() + values.numel() + 16, device=DEVICE)
+    inputs[7] = memory[: gates.numel()].view_as(gates)
+    for begin in (1, gates.numel() + -gates.numel() % 4 + 1):  # at the gate of the selected branch, then apart
+        inputs[6] = memory[begin:][: values.numel()].view_as(values)
+        for got, expected in zip(both_ways(inputs), ordinary(inputs), strict=True):
+            assert torch.equal(got, expected)
+    assert len(repeated) == 1, "forward, where no kernel takes that view"
+
+
+def test_tensors_without_memory_are_repeated(repeated: list[Tape]) -> None:
+    for seed in range(2):
+        inputs = random_inputs(SPEC, tokens=SPEC.l - 1, groups=1, heads_per_group=4, seed=seed)  # no block
+        results = both_ways(inputs)
+    assert len(repeated) == 2
+    assert all(torch.equal(x, y) for x, y in zip(results, ordinary(inputs), strict=True))
+
+
 def test_a_profiler_sees_every_launch(repeated: list[Tape]) -> None:
     inputs = random_inputs(SPEC, **SHAPE)
     both_ways(inputs)
@@ -158,6 +179,29 @@ def test_operations_of_torch_make_no_tape() -> None:
     assert list(tape._tapes.values()) == [None]
     tape.repeat(doubled, (x,), (False,))
     assert type(list(tape._tapes.values())[1]) is Tape
+
+
+def test_a_recording_is_a_matter_of_its_thread() -> None:
+    """The flags of a dispatch mode count for all threads, and two that overlap leave them set."""
+    seen = []
+
+    def call(x: Tensor) -> tuple[Tensor]:
+        seen.append(is_in_torch_dispatch_mode())
+        return (tape.empty(x.shape, x.dtype, x.device),)
+
+    tape.repeat(call, (torch.zeros(4),), ())
+    assert seen == [False]
+
+
+def test_a_call_that_fails_leaves_no_recording() -> None:
+    def fail(x: Tensor) -> tuple[Tensor]:
+        tape.empty(x.shape, x.dtype, x.device)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tape.repeat(fail, (torch.zeros(4),), ())
+    assert tape.current_recording() is None and not tape._tapes
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
