@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 
-class Repeat:
+class Repetition:
     """One repetition of a tape: the tensors of its slots, and what its launches take."""
 
     __slots__ = ("pool", "side", "stream", "tensors")
@@ -23,7 +23,7 @@ class Repeat:
         self.stream = 0
 
 
-Step = Callable[[Repeat], None]
+Step = Callable[[Repetition], None]
 
 
 class Tape:
@@ -39,7 +39,7 @@ class Tape:
         pool = self._pool.copy()
         for index, slot, offset in self._pointers:
             pool[index] = addresses[slot] + offset
-        run = Repeat([*tensors, *[None] * (self._slots - len(tensors))], pool)
+        run = Repetition([*tensors, *[None] * (self._slots - len(tensors))], pool)
         for step in self._steps:
             step(run)
         return tuple([run.tensors[slot] for slot in self._results])
@@ -62,7 +62,7 @@ class Descriptor:
 
 
 def allocation(make: Callable[[], Tensor], slot: int, pointers: list[tuple[int, int]]) -> Step:
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         x = run.tensors[slot] = make()
         address, pool = x.data_ptr(), run.pool
         for index, offset in pointers:
@@ -72,13 +72,13 @@ def allocation(make: Callable[[], Tensor], slot: int, pointers: list[tuple[int, 
 
 
 def release(slot: int) -> Step:
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         run.tensors[slot] = None
 
     return step
 
 
-def take_current_stream(run: Repeat) -> None:
+def take_current_stream(run: Repetition) -> None:
     driver = triton.runtime.driver.active
     run.stream = driver.get_current_stream(driver.get_current_device())
 
@@ -86,21 +86,21 @@ def take_current_stream(run: Repeat) -> None:
 def launch(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
     get = itemgetter(*indices)  # of several: every kernel reads and writes
 
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         launch_at(run.stream, get(run.pool))
 
     return step
 
 
 def description(index: int, pointer: int, shape: list[int], strides: list[int], padding: str) -> Step:
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         run.pool[index] = Descriptor(run.pool[pointer], shape, strides, padding)
 
     return step
 
 
 def side(make: Callable[[Any], Any], q: int) -> Step:
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         run.side = make(run.tensors[q])
 
     return step
@@ -109,7 +109,7 @@ def side(make: Callable[[Any], Any], q: int) -> Step:
 def block(steps: list[Step]) -> Step:
     """The steps of a side stream."""
 
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         with run.side:
             for inner in steps:
                 inner(run)
@@ -148,7 +148,7 @@ def _with_base(descriptor: Any, base: Tensor | None) -> Any:
 def launch_with_tensors(call: Callable[..., Any], arguments: list[Any]) -> Step:
     """For the interpreter, and for launches that Triton must look at every time."""
 
-    def step(run: Repeat) -> None:
+    def step(run: Repetition) -> None:
         call(*[x.of(run.tensors) if type(x) is View else x for x in arguments])
 
     return step

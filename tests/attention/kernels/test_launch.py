@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,12 +162,14 @@ def test_a_side_stream_waits_for_the_current_one_and_the_current_one_for_it(monk
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 123, raising=False)
     q = SimpleNamespace(is_cuda=True, shape=(2, 8, 4, 64), get_device=lambda: 77)
-    for _ in range(2):
+    for fails in (False, True):
         happened.clear()
         side: Any = SideStream(q)  # type: ignore[arg-type]
         happened.append("launch")
-        with side:
+        with suppress(ValueError), side:
             happened.append("launch aside")
+            if fails:
+                raise ValueError
         forked = ["record current", "launch", "wait side", "set side", "launch aside"]
         assert happened == [*forked, "set current", "record side", "wait current"]
     _streams_of.cache_clear()
