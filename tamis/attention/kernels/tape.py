@@ -1,7 +1,7 @@
 """Calls repeated from a tape: the allocations and launches of one call, for other tensors of the same layouts.
 
 Which kernels a call launches, with which grids, numbers and views, depends on the layouts of its tensors and on its
-numbers alone. Python finds it out while the first call runs. Later calls allocate and launch what was noted.
+numbers alone. Python finds it out while one call runs. Later calls allocate and launch what was noted.
 
 To be repeated, a call may allocate by `empty` and `zeros`, take views, launch prepared kernels, or others by
 `launch_by_triton`, and use a `SideStream`. Any other operation of torch would be missing from the tape. Such an
@@ -46,10 +46,11 @@ from tamis.attention.kernels.repetition import (
 )
 
 MOST_TAPES = 128
+ORDINARY_CALLS = 1  # of a kind, before one is recorded: that takes four times as long, and some kinds never come again
 PLAIN = (Tensor, torch.nn.Parameter)
 UNKNOWN = object()
 
-_tapes: dict[tuple[Any, ...], Any] = {}  # None for calls that cannot be repeated
+_tapes: dict[tuple[Any, ...], Tape | int | None] = {}  # or the calls so far; None for those that cannot be repeated
 _thread = threading.local()  # autograd has threads of its own
 
 
@@ -83,7 +84,7 @@ def forget() -> None:
 def repeat(
     call: Callable[..., Any], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], layouts: Any = None
 ) -> Any:  # fmt: skip
-    """`call(*tensors, *numbers)`, a tuple of tensors; from a tape once it was recorded for such arguments and tiles.
+    """`call(*tensors, *numbers)`, a tuple of tensors; from a tape once one was recorded for such arguments and tiles.
 
     Of an address only its remainder by 16 counts, and which tensors share it. `layouts` are those of the first tensors,
     if they are known. A profiler sees every launch and range: there are no tapes while one runs.
@@ -97,10 +98,14 @@ def repeat(
     others = tensors[len(layouts) :] if layouts else tensors
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in others]
     key = (call, numbers, tuned.generation, first.device, layouts, _shared(addresses), *remainders, *kinds)
-    tape = _tapes.get(key, UNKNOWN)
-    if tape is UNKNOWN and _is_recordable(tensors):
-        return _record(key, call, tensors, numbers)
-    return tape(tensors, addresses) if type(tape) is Tape else call(*tensors, *numbers)
+    known = _tapes.get(key, 0)
+    if type(known) is Tape:
+        return known(tensors, addresses)
+    if type(known) is int:
+        if known >= ORDINARY_CALLS and _is_recordable(tensors):
+            return _record(key, call, tensors, numbers)
+        _keep(key, known + 1)
+    return call(*tensors, *numbers)
 
 
 def _shared(addresses: list[int]) -> tuple[int, ...] | None:
@@ -124,10 +129,14 @@ def _record(
             results = call(*tensors, *numbers)
     finally:
         _thread.recording = None
-    if len(_tapes) >= MOST_TAPES:
-        _tapes.clear()
-    _tapes[key] = recording.tape(results)
+    _keep(key, recording.tape(results))
     return results
+
+
+def _keep(key: tuple[Any, ...], known: Tape | int | None) -> None:
+    if len(_tapes) >= MOST_TAPES and key not in _tapes:
+        _tapes.clear()
+    _tapes[key] = known
 
 
 @dataclass

@@ -33,6 +33,11 @@ SPEC = NSASpec(l=8, d=4, l_sel=8, n_sel=4, w=12)
 SHAPE = {"tokens": 45, "groups": 1, "heads_per_group": 4}
 
 
+@pytest.fixture(autouse=True)
+def recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "ORDINARY_CALLS", 0)
+
+
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """The tapes that were repeated."""
@@ -212,7 +217,18 @@ def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
         assert all(isinstance(getattr(module, name), PreparedKernel) for name in launched), module
 
 
-def test_tapes_that_never_come_again_do_not_pile_up() -> None:
+def test_a_call_is_recorded_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "ORDINARY_CALLS", 1)
+    kinds = []
+    for _ in range(3):
+        tape.repeat(doubled, (torch.zeros(4),), (False,))
+        kinds.append([type(known) for known in tape._tapes.values()])
+    assert kinds == [[int], [Tape], [Tape]]
+
+
+@pytest.mark.parametrize("ordinary_calls", [0, 1])
+def test_calls_that_never_come_again_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, ordinary_calls: int) -> None:
+    monkeypatch.setattr(tape, "ORDINARY_CALLS", ordinary_calls)
     for size in range(3 * tape.MOST_TAPES):
         tape.repeat(doubled, (torch.zeros(size),), (False,))
     assert len(tape._tapes) <= tape.MOST_TAPES
