@@ -83,7 +83,7 @@ def take_current_stream(run: Repetition) -> None:
     run.stream = driver.get_current_stream(driver.get_current_device())
 
 
-def launch(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
+def launch_with_addresses(launch_at: Callable[[int, Any], None], indices: list[int]) -> Step:
     get = itemgetter(*indices)  # of several: every kernel reads and writes
 
     def step(run: Repetition) -> None:
@@ -99,15 +99,14 @@ def description(index: int, pointer: int, shape: list[int], strides: list[int], 
     return step
 
 
-def side(make: Callable[[Any], Any], q: int) -> Step:
+def begin_side_stream(make: Callable[[Any], Any], q: int) -> Step:
     def step(run: Repetition) -> None:
         run.side = make(run.tensors[q])
 
     return step
 
 
-def block(steps: list[Step]) -> Step:
-    """The steps of a side stream."""
+def on_side_stream(steps: list[Step]) -> Step:
 
     def step(run: Repetition) -> None:
         with run.side:

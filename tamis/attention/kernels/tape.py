@@ -5,8 +5,8 @@ numbers alone. Python finds it out while one call runs. Later calls allocate and
 
 To be repeated, a call may allocate by `empty` and `zeros`, take views, launch prepared kernels, or others by
 `launch_by_triton`, and use a `SideStream`. Any other operation of torch would be missing from the tape. Such an
-operation is noticed, and then all calls of this kind run the ordinary way. A launch past `launch.py` is not noticed; a
-test finds those.
+operation is noticed, and then all calls of this kind run the ordinary way. A launch that does not go through
+`launch.py` is not noticed; a test looks for those.
 
 A *slot* is an input or an allocation. A tensor that a kernel takes is noted as the slot that holds its address, and an
 offset. Memory is released as early as without a tape: after the last launch that uses it or, if the current stream's
@@ -35,12 +35,12 @@ from tamis.attention.kernels.repetition import (
     Step,
     Tape,
     allocation,
-    block,
+    begin_side_stream,
     description,
-    launch,
+    launch_with_addresses,
     launch_with_tensors,
+    on_side_stream,
     release,
-    side,
     take_current_stream,
     view_like,
 )
@@ -212,19 +212,19 @@ class Recording:
             call(*arguments)
         self._append_launch(call, arguments, None)
 
-    def _append_launch(self, call: Callable[..., Any], arguments: Sequence[Any], with_addresses: Any) -> None:
+    def _append_launch(self, call: Callable[..., Any], arguments: Sequence[Any], launch_at: Any) -> None:
         found = [self._find(x if isinstance(x, Tensor) else getattr(x, "base", None)) for x in arguments]
         if UNKNOWN in found:
             self.give_up()
             return
         placed = list(zip(arguments, found, strict=True))
-        if with_addresses is None:
+        if launch_at is None:
             step = launch_with_tensors(call, [x if at is None else view_like(x, *at) for x, at in placed])
         else:
             if not self._has_stream:
                 self._levels[-1].append(take_current_stream)
                 self._has_stream = True
-            step = launch(with_addresses, [self._index(x, at) for x, at in placed])
+            step = launch_with_addresses(launch_at, [self._index(x, at) for x, at in placed])
         for at in found:
             if at is not None:
                 self._use(at[0])
@@ -234,7 +234,7 @@ class Recording:
         """A side stream is made, of queries that are an input."""
         inputs = [i for i, slot in enumerate(self._slots) if slot and slot.tensor() is q]
         self._is_usable = self._is_usable and bool(inputs)
-        self._levels[-1].append(side(make, inputs[0] if inputs else 0))
+        self._levels[-1].append(begin_side_stream(make, inputs[0] if inputs else 0))
 
     def enter_side(self) -> None:
         self._levels.append([])
@@ -242,7 +242,7 @@ class Recording:
 
     def leave_side(self) -> None:
         steps = self._levels.pop()
-        self._levels[-1].append(block(steps))
+        self._levels[-1].append(on_side_stream(steps))
         self._has_stream = False
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:

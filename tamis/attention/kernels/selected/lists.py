@@ -30,7 +30,7 @@ from tamis.attention.packing import PackedTables
 
 MARK_BYTES = 256 << 20  # most memory for the marks while lists are built; longer inputs build them in several spans
 CUTTERS = 16  # programs that cut a chunk's lists: the list of block 0 alone makes 64 items or more
-FEW_WORDS = 8192  # of marks that one program sums, which takes less time than one more launch
+FEW_WORDS = 8192  # of marks that one program sums, in one launch instead of two
 WORDS_OF_TILE = 4096  # of marks, where several programs sum them
 
 
@@ -202,7 +202,7 @@ def _count_tiles(marks, counts, words, BLOCK: tl.constexpr):
 @PreparedKernel
 @triton.jit(do_not_specialize=["words"])
 def _sum_tiles(marks, counts, sums, words, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """Every program adds up the tiles before its own: that takes less time than one more launch."""
+    """Every program adds up the tiles before its own, so that nothing is launched in between for that."""
     before = tl.zeros((TILES,), tl.int32)
     for first in range(0, tl.program_id(0), TILES):
         tile = first + tl.arange(0, TILES)
