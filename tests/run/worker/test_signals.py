@@ -1,6 +1,7 @@
 """What TERM, INT, HUP and .HALT do to a trainer that asks at each step boundary."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -104,14 +105,22 @@ def test_a_hangup_changes_nothing(tmp_path: Path) -> None:
     assert worker.wait(PATIENCE_S) == 4
 
 
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """What a terminal shows up to `wanted`, or for as long as we wait: a line may come in several parts."""
+    seen = b""
+    while wanted not in seen and select.select([terminal], [], [], PATIENCE_S)[0]:
+        seen += os.read(terminal, 100)
+    return seen
+
+
 def test_a_lost_terminal_does_not_wait_for_the_reader_of_a_fifo(tmp_path: Path) -> None:
     master, slave = os.openpty()
     os.mkfifo(RunDirectory(tmp_path).train_log)
     worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), "0", "0"], stdout=slave, stderr=slave)
     os.close(slave)
-    assert b"ready" in os.read(master, 100)
+    assert b"ready" in read_until(master, b"ready\r\n")
     worker.send_signal(signal.SIGHUP)
-    assert b"terminal is gone" in os.read(master, 100)
+    assert b"terminal is gone" in read_until(master, b"terminal is gone")
     worker.terminate()
     assert worker.wait(PATIENCE_S) == 4
     os.close(master)
@@ -124,7 +133,7 @@ def test_a_lost_terminal_is_replaced_by_the_log(tmp_path: Path) -> None:
     code = WORKER.replace("while not", f"{wait}print('after the hangup', flush=True)\nwhile not")
     worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), "0", "0"], stdout=slave, stderr=slave)
     os.close(slave)
-    assert b"ready" in os.read(master, 100)
+    assert b"ready" in read_until(master, b"ready\r\n")
     os.close(master)
     worker.send_signal(signal.SIGHUP)
     (tmp_path / "lost").touch()
