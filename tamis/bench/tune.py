@@ -25,7 +25,7 @@ from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
-from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward
+from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward, reads_rows
 from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tiles import AnyTile, candidates
@@ -186,7 +186,8 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     win, lse_win, cmp, lse_cmp = forward()
     yield KernelCall("score", lambda: [select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)])
     ids = select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)
-    yield KernelCall("pairs", lambda: pairs_forward(q, k_sel, v_sel, ids, spec))
+    if not reads_rows(q, k_sel, v_sel, spec):
+        yield KernelCall("pairs", lambda: pairs_forward(q, k_sel, v_sel, ids, spec))
     sel, lse_sel = pairs_forward(q, k_sel, v_sel, ids, spec)
     _, weights, delta = mix_backward(dout, cmp, sel, win, gates, trusted=True)
     bands = (

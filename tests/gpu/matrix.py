@@ -66,6 +66,12 @@ def all_cases() -> list[MatrixCase]:
     cases += [MatrixCase(dtype, *shape, tokens=sum(DOCUMENTS), packed=True) for dtype in DTYPES[:2] for shape in shapes]
     cases.append(MatrixCase("float32", 64, 6, tokens=sum(DOCUMENTS), packed=True))
     cases += [MatrixCase("bfloat16", 64, 6, tokens=100 * n, chosen=n) for n in (3, 8, 16, 32, 64)]
+    # Long enough for queries that leave most of their choices to the pairs.
+    cases += [
+        MatrixCase("bfloat16", 64, 6, tokens=4800, chosen=16),
+        MatrixCase("float16", 64, 3, tokens=1500, chosen=5),
+    ]
+    cases.append(MatrixCase("bfloat16", 128, 16, tokens=1500, chosen=5))
     large = ((128, 16), (64, 32))
     cases += [MatrixCase("bfloat16", *shape, tokens=2001, batch=264, check_last=True) for shape in large]
     return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
@@ -146,7 +152,7 @@ def judge(rows: list[dict]) -> tuple[list[str], dict[str, float]]:
     return failed, worst
 
 
-def run_matrix(seconds: float = 280) -> dict:
+def run_matrix(seconds: float = 420) -> dict:
     """Start the workers, wait at most `seconds`, and return what they found."""
     began, workers = time.monotonic(), os.cpu_count() or 1
     command = [sys.executable, "-m", "tests.gpu.matrix"]

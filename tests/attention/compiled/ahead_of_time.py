@@ -12,10 +12,12 @@ import sys
 import warnings
 from subprocess import PIPE, Popen
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 
+from tamis.attention.kernels import launch
 from tamis.attention.kernels.ahead_of_time import launch_attention, stop_after_compiling
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Rows, banded_forward
@@ -80,6 +82,12 @@ def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, toke
             key_gradients(q, band, Rows(lse, lse, lse), out)
 
 
+def launch_without_gluon(dtype: torch.dtype, heads_per_group: int, dim: int) -> None:
+    """A long sequence as with a version of Triton for which the kernels in Gluon are not proved."""
+    with patch.object(launch, "GLUON_PROVED_WITH", ("0.",)):
+        launch_everything(dtype, heads_per_group, dim, tokens=8192)
+
+
 def launch_choices(n_sel: int, tokens: int) -> None:
     """The choice of blocks of a sequence, and of one query after it."""
     spec = NSASpec(n_sel=n_sel)
@@ -139,6 +147,7 @@ def main() -> None:
             # A window of one token is a number that Triton would make a constant.
             launch_step(torch.bfloat16, 6, 64, batch=1, spec=NSASpec(w=1), cached=4321)
             launch_packed_bands(torch.bfloat16, 6, 64)
+            launch_without_gluon(torch.bfloat16, 6, 64)
             for n_sel, tokens in ((32, 65536), (64, 65536), (16, 524288)):
                 launch_choices(n_sel, tokens)
         report[shape] = {name: compiled[name] for name in compiled if name not in already}

@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import triton.language
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
@@ -82,7 +83,7 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
     return torch.where(mask, pointer.flat[at.long().where(mask, 0)], other)
 
 
-def store(pointer: Pointer, values: Tensor, mask: Any) -> None:
+def store(pointer: Pointer, values: Tensor, mask: Any, cache_modifier: str = "") -> None:
     at, mask, values = torch.broadcast_tensors(pointer.offset, mask, values)
     pointer.flat[at[mask].long()] = values[mask]
 
@@ -133,7 +134,7 @@ def _either(choose: Any) -> Any:
 
 
 LANGUAGE = SimpleNamespace(
-    int64=torch.int64, float32=torch.float32, constexpr=object,
+    int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, constexpr=object,
     program_id=lambda axis: torch.tensor(program[axis]), num_programs=lambda axis: programs[axis],
     arange=lambda begin, end, layout: torch.arange(begin, end), static_range=range, to_tensor=int,
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -141,7 +142,8 @@ LANGUAGE = SimpleNamespace(
     maximum=_either(torch.maximum), minimum=_either(torch.minimum), where=torch.where,
     max=lambda x, dim: x.amax(dim), sum=lambda x, dim: x.sum(dim), exp2=torch.exp2, log2=torch.log2,
     convert_layout=lambda x, layout: x, load=load, store=store, allocate_shared_memory=allocate,
-    warp_specialize=run_together, BlockedLayout=lambda *a: a, SliceLayout=lambda *a: a,
+    thread_barrier=lambda: None, warp_specialize=run_together,
+    DistributedLinearLayout=lambda **a: a, BlockedLayout=lambda *a: a, SliceLayout=lambda *a: a,
     NVMMASharedLayout=lambda **a: a, NVMMADistributedLayout=lambda **a: a, DotOperandLayout=lambda **a: a,
 )  # fmt: skip
 BARRIERS = SimpleNamespace(
@@ -166,6 +168,7 @@ class CpuKernel:
         global program, programs
         programs = grid
         given = [_argument(x) for x in arguments]
+        constants = {name: _argument(x) for name, x in constants.items()}
         for second in range(grid[1]):
             for first in range(grid[0]):
                 program = (first, second)
@@ -174,10 +177,11 @@ class CpuKernel:
 
 def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return Pointer(x.as_strided((x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,)))
+        elements = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return Pointer(x.as_strided((max(0, elements),), (1,)))
     if hasattr(x, "block_shape"):
         x.dtype = x.base.dtype
-    return x
+    return getattr(torch, x.name) if isinstance(x, triton.language.dtype) else x
 
 
 def kernels_on_cpu(module: ModuleType, *launched: str) -> dict[str, Any]:
@@ -186,6 +190,7 @@ def kernels_on_cpu(module: ModuleType, *launched: str) -> dict[str, Any]:
     replaced = vars(module) | {
         "range": lambda *limits: map(torch.tensor, range(*(int(x) for x in limits))),
         "gl": LANGUAGE, "mbarrier": BARRIERS, "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+        "libdevice": SimpleNamespace(fast_log2f=torch.log2),
         "fence_async_shared": lambda: None, "warpgroup_mma": multiply, "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
     }  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_kernel_is_prepared_again_for_what_triton_would_compile_or_launch_othe
         for grid, *arguments, values in changed:
             prepared[grid](*arguments, **values)
     assert kernel.asked == len(changed)
-    boxes = [TensorDescriptor(x, [64], [1], [size], LINE) for size in (64, 32, 32)]
+    boxes = [TensorDescriptor(x, [1, 64], [64, 1], [1, size], LINE) for size in (64, 32, 32)]
     for box in boxes:
         prepared[(1,)](x, box, 0.5, **constants)
     assert kernel.asked == len(changed) + 2  # of another size

@@ -23,7 +23,7 @@ from tamis.attention.kernels import gates, selection, tape, tuned  # isort: skip
 from tamis.attention.kernels.banded import hopper, keys, queries, statistics  # isort: skip
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import PreparedKernel  # isort: skip
-from tamis.attention.kernels.selected import backward, lists, pairs, union  # isort: skip
+from tamis.attention.kernels.selected import backward, lists, pairs, rows_on_hopper, union  # isort: skip
 from tamis.attention.kernels.selected import hopper as selected_hopper  # isort: skip
 from tamis.attention.kernels.repetition import Tape  # isort: skip
 from tamis.attention.kernels.tiles import Tile  # isort: skip
@@ -210,8 +210,11 @@ def test_a_call_that_fails_leaves_no_recording() -> None:
 
 
 def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
-    modules = (op, gates, selection, keys, queries, statistics, hopper, backward, lists, pairs, union, selected_hopper)
-    for module in modules:
+    dense, selected = (
+        (keys, queries, statistics, hopper),
+        (backward, lists, pairs, union, selected_hopper, rows_on_hopper),
+    )
+    for module in (op, gates, selection, *dense, *selected):
         source = inspect.getsource(module)
         launched = {name for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", source) if hasattr(module, name)}
         assert all(isinstance(getattr(module, name), PreparedKernel) for name in launched), module
@@ -267,7 +270,7 @@ def test_compiled_kernels_are_launched_with_addresses_and_descriptors(monkeypatc
         side = Side(x)
         prepared[(5,)](x, out[4:], 0.5, FIRST=1, SECOND=2)
         with side:
-            described = TensorDescriptor(y[4:], [4], [1], [4], LINE)
+            described = TensorDescriptor(y[4:], [1, 4], [4, 1], [1, 4], LINE)
             prepared[(5,)](parts[1], described, 0.5, FIRST=1, SECOND=2)
         return (out,)
 
@@ -281,7 +284,7 @@ def test_compiled_kernels_are_launched_with_addresses_and_descriptors(monkeypatc
     assert first[:6] == (5, 1, 1, 99, 7, (4, 1, 0)) and first[9:] == (x.data_ptr(), out[4:].data_ptr(), 0.5, 1, 2)
     descriptor = second[10]
     assert descriptor.base.data_ptr() == y[4:].data_ptr() and second[9] % 16 == 0
-    assert (descriptor.shape, descriptor.strides, descriptor.padding) == ([4], [1], "zero")
+    assert (descriptor.shape, descriptor.strides, descriptor.padding) == ([1, 4], [4, 1], "zero")
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no launch")

@@ -31,15 +31,14 @@ from tamis.attention.kernels.launch import (
 from tamis.attention.kernels.selected.items import (
     add_key_gradients,
     block_tokens,
-    first_block_of,
     keys_of_block,
     locate_item,
     masked_tiles_of,
     pairs_of_tile,
-    rows_of_merge,
 )  # fmt: skip
 from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
+from tamis.attention.kernels.selected.merges import merge_key_gradients, merge_query_gradients
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
 from tamis.attention.kernels.tape import empty
@@ -120,86 +119,18 @@ def selected_backward(
                 *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work,
                 scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
-        _merge_query_gradients[merge_grid](
+        merge_query_gradients[merge_grid](
             part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
             layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
             BS=next_power_of_2(sizes["N"]), **merge_sizes,
         )  # fmt: skip
-        _merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
+        merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,
             lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,
             layout.segment, layout.blocks, packed.blocks if packed else layout.blocks, tokens, scale,
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
-
-
-@PreparedKernel
-@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
-def _merge_query_gradients(
-    part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    live, sequence, token, head, local_token, choices = rows_of_merge(
-        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
-    )
-    slot = tl.arange(0, BS)
-    chosen = tl.load(choices[:, None] + slot[None, :], mask=live[:, None] & (slot < N)[None, :], other=-1)
-    used = tl.sum((chosen >= 0).to(tl.int32), 1)
-    first_part = local_token * (N * SUB) * R + head % R
-    acc = tl.zeros((ROWS, BD), tl.float32)
-    for index in tl.range(0, N * SUB, loop_unroll_factor=8):
-        acc += load_at(part_dq, (first_part + index * R) * D, index < used * SUB, D, BD).to(tl.float32)
-    acc = acc * scale
-    target = sequence * dq_b + token * dq_s + head * dq_h
-    store_at(dq, target, acc, live, D, BD)
-
-
-@PreparedKernel
-@triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
-def _merge_key_gradients(
-    part_dk, part_dv, list_first, list_items, table, bounds, dk_sum, dv_sum, dk, dv,
-    first_segment, per_chunk, per_sequence, segments, segment, blocks, all_blocks, tokens, scale,
-    G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    KEYS: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """Add up the items of a block's lists, one to a segment; unless ALL, lists of one item are finished already."""
-    block = tl.program_id(0) % blocks
-    group = tl.program_id(0) // blocks % G
-    sequence = first_segment // per_sequence + tl.program_id(0) // (blocks * G)
-    first = tl.maximum(first_segment, sequence * per_sequence)
-    end = tl.minimum(tl.minimum(first_segment + per_chunk, segments), (sequence + 1) * per_sequence)
-    if first >= end:
-        return
-    first_list = ((first - first_segment) * G + group) * blocks + block
-    first_token = (first - sequence * per_sequence) * segment
-    end_token = tl.minimum((end - sequence * per_sequence) * segment, tokens)
-    block += first_block_of(table, first_token)
-    if block >= all_blocks:
-        return
-    block_begin, block_end = block_tokens(bounds, block, tokens, L_SEL)
-    begun, last = block_begin < first_token, block_end <= end_token
-    if block_begin >= end_token:  # a later chunk begins it
-        return
-    items = tl.load(list_items + first_list)
-    if (not ALL) & ((items == 1) | ((items == 0) & begun & (not last))):
-        return
-    in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    always = tl.full((KEYS,), True, tl.int1)
-    dk_acc = tl.zeros((KEYS, BD), tl.float32)
-    dv_acc = tl.zeros((KEYS, BD), tl.float32)
-    for later in range(end - first):
-        list_id = first_list + later * (G * blocks)
-        first_item = tl.load(list_first + list_id).to(tl.int64)
-        for item in tl.range(0, tl.load(list_items + list_id), loop_unroll_factor=4):
-            row = (first_item + item) * (SUB * BN) + in_block
-            dk_acc += load_at(part_dk, row * D, always, D, BD)
-            dv_acc += load_at(part_dv, row * D, always, D, BD)
-    add_key_gradients(
-        dk_acc, dv_acc, in_block, block_begin, block_end, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum,
-        dk, dv, tokens, scale, G, L_SEL, D, BD,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def _attend(
         acc = warpgroup_mma(weights, v_tile, acc * decay[:, None], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(slot))
-    live = (row < 128 // R * R) & (token < tokens) & (used >= 0)
+    live = (row < 128 // R * R) & (token < tokens)
     acc = acc * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
     head = group * R + row % R
     column = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))[None, :]
@@ -142,7 +142,7 @@ def attend_unions(
 def attend_on_hopper(
     q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, unions: Unions, out_BSHD: Tensor, lse_BHS: Tensor, scale: float
 ) -> None:  # fmt: skip
-    """Write output and log-sum-exp of the tiles that have unions; `scale` includes log2(e)."""
+    """Write output and log-sum-exp over the unions; `scale` includes log2(e)."""
     batch, tokens, heads, dim = q_BSHD.shape
     groups, (tiles, capacity) = k_BSGD.shape[2], unions.blocks.shape[2:]
     attend_unions[(tiles * batch * groups,)](

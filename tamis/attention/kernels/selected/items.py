@@ -75,28 +75,6 @@ def pairs_of_tile(pairs, tile, start, count, missing: tl.constexpr, R: tl.conste
 
 
 @triton.jit
-def rows_of_merge(
-    ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Where a tile of tokens × heads of the merge kernels lies: rows that exist, sequence, token, query head, the
-    token's number within the chunk and group, and where its choices lie."""
-    row = tl.arange(0, ROWS)
-    tiles = tl.cdiv(segment, ROWS // R)
-    in_segment = (tl.program_id(0) % tiles) * (ROWS // R) + row // R
-    segment_group = tl.program_id(0) // tiles
-    index = first_segment + segment_group // G
-    token = (index % per_sequence) * segment + in_segment
-    live = (row < (ROWS // R) * R) & (in_segment < segment) & (token < tokens) & (index < segments)
-    segment_group = segment_group.to(tl.int64)
-    group = segment_group % G
-    sequence = (index // per_sequence).to(tl.int64)
-    token = token.to(tl.int64)
-    choices = ids + sequence * i_b + group * i_g + token * i_s
-    return live, sequence, token, group * R + row % R, segment_group * segment + in_segment, choices
-
-
-@triton.jit
 def add_key_gradients(
     dk_acc, dv_acc, in_block, begin, end, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
     G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,

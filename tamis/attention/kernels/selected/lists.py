@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tamis.attention.kernels.launch import PreparedKernel, cdiv
 from tamis.attention.kernels.selected.layout import Layout
-from tamis.attention.kernels.selected.union import Unions
 from tamis.attention.kernels.tape import empty, zeros
 from tamis.attention.packing import PackedTables
 
@@ -51,24 +50,22 @@ class Chunk:
 def chunks_of_pairs(
     ids_BSGn: Tensor,
     layout: Layout,
-    unions: Unions | None = None,
     packed: PackedTables | None = None,
     every_part: bool = False,
 ) -> Iterator[Chunk]:
-    """All chunks in order; without the tokens whose tile walks its union. Lists of several chunks are built together as
-    long as their marks stay small. With `every_part` a list of one item has a part too."""
+    """All chunks in order. Lists of several chunks are built together as long as their marks stay small. With
+    `every_part` a list of one item has a part too."""
     ids_BSGn = ids_BSGn.contiguous()
     mark_bytes = layout.lists_per_chunk * layout.words * 3 * 4
     together = max(1, min(layout.chunks, MARK_BYTES // mark_bytes))
     for first_chunk in range(0, layout.chunks, together):
         chunks = min(together, layout.chunks - first_chunk)
-        yield from _build_span(ids_BSGn, layout, unions, packed, every_part, first_chunk, chunks)
+        yield from _build_span(ids_BSGn, layout, packed, every_part, first_chunk, chunks)
 
 
 def _build_span(
     ids_BSGn: Tensor,
     layout: Layout,
-    unions: Unions | None,
     packed: PackedTables | None,
     every_part: bool,
     first_chunk: int,
@@ -83,14 +80,14 @@ def _build_span(
 
     marks = zeros((lists * layout.words,), torch.int32, device)
     pairs = empty(((last_token - first_token) * per_token,), torch.int32, device)
-    tables = (unions.counts if unions else marks, packed.token if packed else None)
+    table = packed.token if packed else None
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
-    constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel, "TILE": unions.tile if unions else None}
-    _mark_pairs[grid](ids_BSGn, *tables, marks, *bounds, *geometry, **constants, BLOCK=1024)
+    constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel}
+    _mark_pairs[grid](ids_BSGn, table, marks, *bounds, *geometry, **constants, BLOCK=1024)
     ends = _ends_of(marks)
-    _place_pairs[grid](ids_BSGn, *tables, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
+    _place_pairs[grid](ids_BSGn, table, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
 
     items = zeros((4, chunks, layout.items_per_chunk), torch.int32, device)
     item_list, item_start, item_count, item_part = items
@@ -110,8 +107,7 @@ def _build_span(
 
 @triton.jit
 def _locate_pairs(
-    ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G, N, L_SEL, TILE, BLOCK,
+    ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
 ):  # fmt: skip
     """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -124,9 +120,6 @@ def _locate_pairs(
     token = pair // (N * G)
     sequence = token // tokens
     in_sequence = (token % tokens).to(tl.int32)
-    if TILE is not None:  # tiles that walk their union need no lists
-        tile = (sequence * G + group) * tl.cdiv(tokens, TILE) + in_sequence // TILE
-        exists = exists & (tl.load(union_counts + tile * 2, mask=exists, other=0) < 0)
     in_segment = in_sequence % segment
     in_list = in_segment
     if table is not None:  # lists count from the segment's first block, and their tokens from the block's first
@@ -152,13 +145,12 @@ def _count_bits(word):
 @PreparedKernel
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
-    ids, union_counts, table, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, table, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
+    G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per pair. Integer atomics give the same result in any order."""
     exists, word, bit, _ = _locate_pairs(
-        ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-        G, N, L_SEL, TILE, BLOCK,
+        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
     )  # fmt: skip
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
@@ -214,13 +206,12 @@ def _sum_tiles(marks, counts, sums, words, BLOCK: tl.constexpr, TILES: tl.conste
 @PreparedKernel
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _place_pairs(
-    ids, union_counts, table, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks,
-    words, G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, table, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks,
+    words, G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each pair to its place: behind all pairs of earlier words, and of earlier tokens in its own word."""
     exists, word, bit, stored = _locate_pairs(
-        ids, union_counts, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-        G, N, L_SEL, TILE, BLOCK,
+        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
     )  # fmt: skip
     mark = tl.load(marks + word, mask=exists, other=0)
     end = tl.load(ends + word, mask=exists, other=0)

@@ -1,7 +1,7 @@
 """Selected attention, block by block: keys and values are held while the loop walks the tokens that chose the block.
 
 Work is exactly the chosen pairs, whatever the choices. The price is one partial output per pair, written once and
-joined in slot order by a second kernel.
+joined in slot order by a second kernel, together with what unions gave for the token's other blocks.
 
 Rows of a tile are tokens × heads of the group: six heads × 21 tokens fill 126 of 128 rows.
 Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
@@ -19,10 +19,12 @@ from torch import Tensor
 from tamis.attention.checks import check_branch, check_ids, check_queries, check_start
 from tamis.attention.kernels.launch import (
     LOG2E,
+    MOST_KEYS,
     PreparedKernel,
     launch_settings,
     read_start,
     softmax_scale,
+    specializes_warps,
     start_argument,
     unit_last_stride,
 )  # fmt: skip
@@ -32,18 +34,17 @@ from tamis.attention.kernels.selected.items import (
     locate_item,
     masked_tiles_of,
     pairs_of_tile,
-    rows_of_merge,
     rows_of_tile,
 )  # fmt: skip
 from tamis.attention.kernels.selected.layout import Layout, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
+from tamis.attention.kernels.selected.merges import merge_outputs
 from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
 from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec, Start, latest_start
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
-TOGETHER = tl.constexpr(8)  # partial outputs of a token that are read at once
 CACHED_BYTES = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
 DENSE_UP_TO = 4  # times n_sel blocks: in sequences this short the union beats the lists whatever was chosen; measured
 
@@ -71,8 +72,15 @@ def selected_forward(
     if blocks <= DENSE_UP_TO * spec.n_sel:
         out, lse, _ = union_forward(q, k, v, ids, spec, True, start, packed, scale)
         return out, lse
-    tiles_with_short_unions = union_forward(q, k, v, ids, spec, False, start, packed, scale)
-    return pairs_forward(q, k, v, ids, spec, tiles_with_short_unions, start=start, packed=packed, scale=scale)
+    short_unions = union_forward(q, k, v, ids, spec, False, start, packed, scale)
+    return pairs_forward(q, k, v, ids, spec, short_unions, start=start, packed=packed, scale=scale)
+
+
+def reads_rows(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
+    """Whether `rows_on_hopper.py` has the kernel for these."""
+    from_the_first, heads_per_group = start_argument(start) is None, q_BSHD.shape[2] // k_BTGD.shape[2]
+    fits = from_the_first and spec.l_sel == MOST_KEYS and heads_per_group <= 64  # the rows of a tile
+    return fits and specializes_warps(q_BSHD, k_BTGD, v_BTGD)
 
 
 def check_selected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, spec: NSASpec, start: int = 0) -> None:
@@ -97,9 +105,9 @@ def pairs_forward(
     packed: PackedTables | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp of the selected branch; with `rest_of`, of the tiles the other form left over.
+    """Output and natural log-sum-exp of the selected branch; `rest_of` is what the other form gave and left over.
 
-    `early` forces the next tile's queries to be read before the softmax of the current one, or after it.
+    `early` forces Triton's kernel to read the next tile's queries before the softmax of the current one, or after it.
     """
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
@@ -112,24 +120,32 @@ def pairs_forward(
     if rest_of is None:
         out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
         lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
-        unions = None
+        choices = ids_BSGn
     else:
         out, lse, unions = rest_of
+        assert unions.rest is not None  # of every tile's whole union nothing is left over
+        choices = unions.rest
     pair_rows = layout.pairs_per_chunk * parts * sizes["R"]
     part_out = empty((pair_rows, dim), q_BSHD.dtype, q_BSHD.device)
     part_lse = empty((pair_rows,), torch.float32, q_BSHD.device)
     merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale) * LOG2E
-    for lists in chunks_of_pairs(ids_BSGn, layout, unions, packed):
-        _forward_items[(layout.items_per_chunk, parts)](
-            q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed),
-            start_argument(start), scale, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
-            EARLY=early, **sizes, **settings,
-        )  # fmt: skip
-        _merge_outputs[merge_grid](
-            part_out, part_lse, ids_BSGn, unions.counts if unions else ids_BSGn, out, lse, lists.first_segment,
-            layout.segments_per_sequence, layout.segment, tokens, layout.segments, *ids_BSGn.stride()[:3],
-            TILE=unions.tile if unions else None, **merge_sizes,
+    strides = *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3]
+    in_gluon = reads_rows(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    if in_gluon:
+        # Here, because not every Triton has Gluon.
+        from tamis.attention.kernels.selected.rows_on_hopper import walk_items
+    for lists in chunks_of_pairs(choices, layout, packed):
+        tensors = q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed)
+        if in_gluon:
+            walk_items(layout.items_per_chunk, (*tensors, scale, *strides), sizes)
+        else:
+            _forward_items[(layout.items_per_chunk, parts)](
+                *tensors, start_argument(start), scale, *strides, EARLY=early, **sizes, **settings
+            )
+        merge_outputs[merge_grid](
+            part_out, part_lse, choices, out, lse, lists.first_segment, layout.segments_per_sequence, layout.segment,
+            tokens, layout.segments, *choices.stride()[:3], BEGUN=rest_of is not None, **merge_sizes,
         )  # fmt: skip
     return out, lse
 
@@ -215,57 +231,3 @@ def _store_softmax(
     row = pair.to(OFFSET) * (SUB * R) + head
     store_at(part_out, row * D, o, live, D, BD, ONCE=True)
     tl.store(part_lse + row, tl.where(total == 0.0, -float("inf"), top + tl.log2(total)), mask=live)
-
-
-@PreparedKernel
-@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
-def _merge_outputs(
-    part_out, part_lse, ids, union_counts, out, lse, first_segment, per_sequence, segment, tokens, segments,
-    i_b, i_s, i_g,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2)."""
-    live, sequence, token, head, local_token, choices = rows_of_merge(
-        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
-    )
-    if TILE is not None:  # the rest was finished tile by tile
-        tile = (sequence * G + head // R) * tl.cdiv(tokens, TILE) + token // TILE
-        live = live & (tl.load(union_counts + tile * 2, mask=live, other=0) < 0)
-        if tl.max(live.to(tl.int32), 0) == 0:
-            return
-    # Slot by slot: a sum over a tile's second dimension comes in another layout, and every read that it masks would
-    # wait for all warps.
-    used = tl.zeros((ROWS,), tl.int32)
-    for slot in tl.static_range(N):
-        used += (tl.load(choices + slot, mask=live, other=-1) >= 0).to(tl.int32)
-    first_part = local_token * (N * SUB) * R + tl.arange(0, ROWS) % R
-    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that nothing is taken from infinity
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BD), tl.float32)
-    for first in range(0, N * SUB, TOGETHER):
-        parts = ()
-        tops = ()
-        for index in tl.static_range(TOGETHER):  # all reads before anything that waits for one
-            rows = first_part + (first + index) * R
-            read = load_at(part_out, rows * D, first + index < used * SUB, D, BD, ONCE=True)
-            parts += (read,)  # type: ignore[assignment]
-        for index in tl.static_range(TOGETHER):
-            rows = first_part + (first + index) * R
-            read = tl.load(part_lse + rows, mask=first + index < used * SUB, other=-float("inf"))
-            tops += (read,)  # type: ignore[assignment]
-        new_top = top
-        for index in tl.static_range(TOGETHER):
-            new_top = tl.maximum(new_top, tops[index])
-        decay = tl.exp2(top - new_top)
-        top = new_top
-        total *= decay
-        acc *= decay[:, None]
-        for index in tl.static_range(TOGETHER):
-            weight = tl.exp2(tops[index] - top)
-            total += weight
-            acc += parts[index].to(tl.float32) * weight[:, None]
-    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    store_at(out, ((sequence * tokens + token) * (G * R) + head) * D, acc, live, D, BD)
-    natural = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + (sequence * (G * R) + head) * tokens + token, natural, mask=live)

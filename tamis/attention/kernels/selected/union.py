@@ -2,7 +2,8 @@
 
 A row that did not choose a block lets it pass: masking whole rows costs nothing per score. While the union of a tile's
 choices is short (short sequences, or neighbours that choose alike) this runs at dense speed, and nothing but the result
-is written. Tiles whose union is long are left to the other form: each is counted on the device, the host never asks.
+is written. A tile whose union is long walks only the forced blocks, which its tokens share, and leaves their other
+choices to the other form. This is decided on the device, the host never asks.
 
 Rows of a tile are tokens × heads of the group.
 Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
@@ -39,7 +40,7 @@ from tamis.attention.kernels.launch import (
 )  # fmt: skip
 from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
-from tamis.attention.spec import NSASpec, Start, latest_start
+from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 ROWS_IN_GLUON = 128  # of a tile of `selected/hopper.py`
@@ -48,14 +49,12 @@ WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of wh
 
 @dataclass(frozen=True)
 class Unions:
-    """The blocks that the tokens of each tile chose, ascending, and which of the tokens chose each."""
+    """The blocks that each tile of queries walks, ascending, and which of its tokens chose each."""
 
-    tile: int  # tokens
     blocks: Tensor  # int32 [B,G,tiles,capacity]: first token of each
     tokens: Tensor  # int64 [B,G,tiles,capacity]: one bit per token of the tile
-    counts: (
-        Tensor  # int32 [B,G,tiles,2]: how many blocks (−1: left to the other form), how many of them all rows see whole
-    )
+    counts: Tensor  # int32 [B,G,tiles,2]: how many blocks, and how many of them all rows see whole
+    rest: Tensor | None  # int32 [B,S,G,n]: choices left to the other form, then −1; None: there are none
 
 
 def union_forward(
@@ -69,7 +68,7 @@ def union_forward(
     packed: PackedTables | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Unions]:
-    """Output and natural log-sum-exp of the selected branch; unwritten for the tiles left to the other form."""
+    """Output and natural log-sum-exp over the unions; over all choices, or without those left to the other form."""
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
@@ -118,20 +117,20 @@ def unite_choices(
     blocks, tiles = spec.selection_blocks(latest_start(start) + tokens), cdiv(tokens, tile)
     if packed:  # of the document in which a tile begins, and no more than one for each token that follows
         blocks = min(packed.blocks, tile + spec.selection_blocks(packed.longest))
-    most = blocks if every_tile else min(blocks, int(WORTHWHILE * slots))
+    most = blocks if every_tile else min(blocks, max(FORCED_BLOCKS, int(WORTHWHILE * slots)))
     shape = (batch, groups, tiles, most + 2)  # one more shows that there are too many, and one is read ahead
     unions = Unions(
-        tile,
         empty(shape, torch.int32, ids_BSGn.device),
         empty(shape, torch.int64, ids_BSGn.device),
         empty((*shape[:3], 2), torch.int32, ids_BSGn.device),
+        None if every_tile else empty(ids_BSGn.shape, torch.int32, ids_BSGn.device),
     )
     padded_tile, padded_slots = next_power_of_2(tile), next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
-        ids_BSGn, unions.blocks, unions.tokens, unions.counts, packed.token if packed else None, tokens,
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, unions.rest, packed.token if packed else None, tokens,
         start_argument(start), tiles, most,
         *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
-        WORTHWHILE=None if every_tile else WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
+        WORTHWHILE=WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
     )  # fmt: skip
     return unions
 
@@ -139,26 +138,28 @@ def unite_choices(
 @PreparedKernel
 @triton.jit(do_not_specialize=["start"])
 def _unite_choices(
-    ids, union_blocks, union_tokens, counts, table, tokens, start, tiles, most, i_b, i_s, i_g,
+    ids, union_blocks, union_tokens, counts, rest, table, tokens, start, tiles, most, i_b, i_s, i_g,
     G: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
     WORTHWHILE: tl.constexpr,
 ):  # fmt: skip
-    """Take the tile's distinct blocks out one by one, the smallest first, until there are more than `most`."""
+    """Take the tile's distinct blocks out one by one, the smallest first. If there are too many, take the first and the
+    two newest of the token in its middle. Without `rest` there are never too many."""
     NONE: tl.constexpr = 2147483647
     tile = tl.program_id(0) % tiles
     sequence_group = (tl.program_id(0) // tiles).to(tl.int64)
+    sequence, group = sequence_group // G, sequence_group % G
     element = tl.arange(0, BT * BS)
     in_tile, slot = element // BS, element % BS
     token = tile * TILE + in_tile
     exists = (in_tile < TILE) & (token < tokens) & (slot < N)
-    ids += (sequence_group // G) * i_b + (sequence_group % G) * i_g
-    block = tl.load(ids + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
+    ids += sequence * i_b + group * i_g
+    choice = tl.load(ids + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
     if table is None:
-        block = tl.where(block >= 0, block * L_SEL, -1)
+        block = tl.where(choice >= 0, choice * L_SEL, -1)
     else:
         first_token = tl.load(table + 4 * token, mask=exists, other=0)
         first_block = tl.load(table + 4 * token + 2, mask=exists, other=0)
-        block = tl.where(block >= 0, first_token + (block - first_block) * L_SEL, -1)
+        block = tl.where(choice >= 0, first_token + (choice - first_block) * L_SEL, -1)
     token_bit = tl.full((BT * BS,), 1, tl.int64) << in_tile.to(tl.int64)
     row = sequence_group * tiles + tile
     union_blocks += row * (most + 2)
@@ -168,23 +169,47 @@ def _unite_choices(
         first_position += read_start(start)
     used = 0
     whole = 0
-    newest = tl.min(tl.where(block >= 0, block, NONE), 0)
-    if WORTHWHILE is not None:
+    next_block = tl.min(tl.where(block >= 0, block, NONE), 0)
+    if rest is not None:
         sampled = _sample_of(ids, tile, tokens, i_s, N, BS, TILE)
         if sampled > most:  # nothing to count
             used = most + 1
-    while (used <= most) & (newest < NONE):
-        tl.store(union_blocks + used, newest)
-        tl.store(union_tokens + used, tl.sum(tl.where(block == newest, token_bit, 0), 0))
+    while (used <= most) & (next_block < NONE):
+        _note_block(union_blocks + used, union_tokens + used, next_block, block, token_bit)
         used += 1
-        whole += (newest + L_SEL <= first_position + 1).to(tl.int32)
-        newest = tl.min(tl.where(block > newest, block, NONE), 0)
-    if WORTHWHILE is not None:
-        chosen = tl.sum((block >= 0).to(tl.int32), 0)
+        whole += (next_block + L_SEL <= first_position + 1).to(tl.int32)
+        next_block = tl.min(tl.where(block > next_block, block, NONE), 0)
+    if rest is not None:
         here = tl.minimum(TILE, tokens - tile * TILE)
-        used = tl.where((used > most) | (used * here > WORTHWHILE * chosen), -1, used)
+        left = tl.zeros((BT * BS,), tl.int32)
+        if (used > most) | (used * here > WORTHWHILE * tl.sum((block >= 0).to(tl.int32), 0)):
+            used = 0
+            whole = 0
+            left = (block >= 0).to(tl.int32)
+            of_middle = (block >= 0) & (in_tile == here // 2)
+            next_block = tl.min(tl.where(of_middle, block, NONE), 0)
+            of_middle &= block >= tl.max(tl.where(of_middle, block, -1), 0) - L_SEL
+            while next_block < NONE:
+                _note_block(union_blocks + used, union_tokens + used, next_block, block, token_bit)
+                used += 1
+                whole += (next_block + L_SEL <= first_position + 1).to(tl.int32)
+                left = tl.where(block == next_block, 0, left)
+                next_block = tl.min(tl.where(of_middle & (block > next_block), block, NONE), 0)
+        # What is left of a token's choices comes first, in its order; the other places say −1.
+        before = tl.reshape(tl.cumsum(tl.reshape(left, (BT, BS)), 1), (BT * BS,))
+        kept = tl.reshape(tl.broadcast_to(tl.sum(tl.reshape(left, (BT, BS)), 1)[:, None], (BT, BS)), (BT * BS,))
+        place = tl.where(left == 1, before - 1, kept + slot - before)
+        rest += ((sequence * tokens + token) * G + group) * N
+        tl.store(rest + place, tl.where(left == 1, choice, -1), mask=exists)
     tl.store(counts + row * 2, used)
     tl.store(counts + row * 2 + 1, whole)
+
+
+@triton.jit
+def _note_block(at_block, at_tokens, next_block, block, token_bit):
+    """Store a block of a union, and which of the tile's tokens chose it."""
+    tl.store(at_block, next_block)
+    tl.store(at_tokens, tl.sum(tl.where(block == next_block, token_bit, 0), 0))
 
 
 @triton.jit
@@ -214,8 +239,6 @@ def _forward_tiles(
     sequence, group = sequence.to(tl.int64), group.to(tl.int64)
     sequence_group = sequence * G + group
     used = tl.load(counts + (sequence_group * tiles + tile) * 2)
-    if used < 0:
-        return
     whole = tl.load(counts + (sequence_group * tiles + tile) * 2 + 1)
     union_blocks += (sequence_group * tiles + tile) * capacity
     union_tokens += (sequence_group * tiles + tile) * capacity
