@@ -1,4 +1,4 @@
-"""The kernels of `selected/hopper.py` and `rows_on_hopper.py` against Triton's, and which shapes take them."""
+"""The kernels of `union_on_hopper.py` and `pairs_on_hopper.py` against Triton's, and which shapes take them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.attention.devices import DEVICE, poisoned_memory, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention.kernels import launch, tuned  # isort: skip
-from tamis.attention.kernels.selected import hopper, layout, pairs, rows_on_hopper, union  # isort: skip
+from tamis.attention.kernels.selected import layout, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
@@ -34,7 +34,7 @@ FORMS = {"unions": unions_of_every_tile, "pairs": pairs.pairs_forward}
 @pytest.fixture
 def on_cpu(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the kernels, which run on the CPU."""
-    for module, kernel in ((hopper, "attend_unions"), (rows_on_hopper, "attend_items")):
+    for module, kernel in ((union_on_hopper, "attend_unions"), (pairs_on_hopper, "attend_items")):
         monkeypatch.setattr(module, kernel, kernels_on_cpu(module, kernel)[kernel])
     monkeypatch.setattr(union, "specializes_warps", lambda *tensors: tensors[0].dtype == torch.float16)
     monkeypatch.setattr(pairs, "reads_rows", lambda q, *rest: q.dtype == torch.float16)

@@ -23,8 +23,7 @@ from tamis.attention.kernels import gates, selection, tape, tuned  # isort: skip
 from tamis.attention.kernels.banded import hopper, keys, queries, statistics  # isort: skip
 from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import PreparedKernel  # isort: skip
-from tamis.attention.kernels.selected import backward, lists, pairs, rows_on_hopper, union  # isort: skip
-from tamis.attention.kernels.selected import hopper as selected_hopper  # isort: skip
+from tamis.attention.kernels.selected import backward, lists, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.kernels.repetition import Tape  # isort: skip
 from tamis.attention.kernels.tiles import Tile  # isort: skip
 from tests.attention.kernels.test_launch import Driver, Kernel  # isort: skip
@@ -212,7 +211,7 @@ def test_a_call_that_fails_leaves_no_recording() -> None:
 def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
     dense, selected = (
         (keys, queries, statistics, hopper),
-        (backward, lists, pairs, union, selected_hopper, rows_on_hopper),
+        (backward, lists, pairs, pairs_on_hopper, union, union_on_hopper),
     )
     for module in (op, gates, selection, *dense, *selected):
         source = inspect.getsource(module)

@@ -77,7 +77,7 @@ def selected_forward(
 
 
 def reads_rows(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
-    """Whether `rows_on_hopper.py` has the kernel for these."""
+    """Whether `pairs_on_hopper.py` has the kernel for these."""
     from_the_first, heads_per_group = start_argument(start) is None, q_BSHD.shape[2] // k_BTGD.shape[2]
     fits = from_the_first and spec.l_sel == MOST_KEYS and heads_per_group <= 64  # the rows of a tile
     return fits and specializes_warps(q_BSHD, k_BTGD, v_BTGD)
@@ -134,7 +134,7 @@ def pairs_forward(
     in_gluon = reads_rows(q_BSHD, k_BTGD, v_BTGD, spec, start)
     if in_gluon:
         # Here, because not every Triton has Gluon.
-        from tamis.attention.kernels.selected.rows_on_hopper import walk_items
+        from tamis.attention.kernels.selected.pairs_on_hopper import walk_items
     for lists in chunks_of_pairs(choices, layout, packed):
         tensors = q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed)
         if in_gluon:

@@ -43,7 +43,7 @@ from tamis.attention.packing import PackedTables
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
-ROWS_IN_GLUON = 128  # of a tile of `selected/hopper.py`
+ROWS_IN_GLUON = 128  # of a tile of `union_on_hopper.py`
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
 
 
@@ -82,7 +82,8 @@ def union_forward(
     out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
     lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
     if in_gluon:
-        from tamis.attention.kernels.selected.hopper import attend_on_hopper  # here, because not every Triton has Gluon
+        # Here, because not every Triton has Gluon.
+        from tamis.attention.kernels.selected.union_on_hopper import attend_on_hopper
 
         attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, softmax_scale(q_BSHD, scale) * LOG2E)
         return out, lse, unions
@@ -98,7 +99,7 @@ def union_forward(
 
 
 def copies_blocks(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
-    """Whether `selected/hopper.py` has the kernel for these. A cache may be longer than its keys, as above."""
+    """Whether `union_on_hopper.py` has the kernel for these. A cache may be longer than its keys, as above."""
     from_the_first = start_argument(start) is None and k_BTGD.shape[1] == q_BSHD.shape[1]
     heads_per_group = q_BSHD.shape[2] // k_BTGD.shape[2]
     return from_the_first and spec.l_sel == MOST_KEYS and heads_per_group > 1 and specializes_warps(k_BTGD, v_BTGD)
