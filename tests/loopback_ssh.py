@@ -1,4 +1,5 @@
-"""A real sshd on loopback with keys of its own, and an ssh_config that reaches it under made-up host names."""
+"""A real sshd on loopback with keys and a home directory of its own, and an ssh_config that reaches it under made-up
+host names."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class LoopbackSsh:
 
     def __init__(self, folder: Path) -> None:
         require_sshd()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self.home = folder, folder / "home"
+        self.home.mkdir(parents=True)
         self.port, self.closed_port = _free_port(), _free_port()
         for name in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -57,10 +58,16 @@ class LoopbackSsh:
 
     def cut(self) -> int:
         """Cut every connection, as a network does: what it started stays. Returns how many there were."""
-        sessions = [child for child in psutil.Process(self.process.pid).children() if child.name().startswith("sshd")]
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        sessions = [process for process in started if process.name().startswith("sshd")]  # a user's has two processes
         for session in sessions:
             session.send_signal(signal.SIGKILL)
         return len(sessions)
+
+    def require_terminal(self) -> None:
+        """Skip where sshd, started by an ordinary user, may not give a terminal (/dev/pts mounted without a group)."""
+        if subprocess.run(["ssh", *self.options, "-tt", "gpubox", "true"], capture_output=True).returncode:
+            pytest.skip(f"sshd gives this user no terminal: {(self.folder / 'sshd.log').read_text()[-500:]}")
 
     def stop(self) -> None:
         self.cut()
@@ -78,6 +85,7 @@ StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
+ForceCommand cd {self.home} && HOME={self.home} exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"
 """
 
     def _client_settings(self) -> str:

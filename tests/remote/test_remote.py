@@ -135,6 +135,7 @@ def test_halt_without_a_run_under_way_and_status_of_one_run(laptop: Laptop) -> N
 
 
 def test_the_live_screen_is_shown_in_this_terminal(laptop: Laptop) -> None:
+    laptop.ssh.require_terminal()
     master, terminal = pty.openpty()
     command = [sys.executable, "-S", "-m", "tamis", "remote", "gpubox", "monitor"]
     process = subprocess.Popen(
@@ -159,6 +160,7 @@ def free_port() -> int:
 
 
 def test_live_page_and_tensorboard_are_seen_through_a_tunnel_and_end_with_it(laptop: Laptop) -> None:
+    laptop.ssh.require_terminal()
     port, board = free_port(), free_port()
     process = laptop.start("gpubox", "tunnel", "--port", str(port), "--tensorboard", str(board))
     assert process.stdout is not None
