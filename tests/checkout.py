@@ -48,11 +48,11 @@ HUB = ["data.hub_name=tamis/data/assets/sample"]
 LOCAL = ["data.dataset=local", "data.local_path=texts.jsonl"]
 
 # An operator's machine runs one training; this one may run many. So the two look at this checkout's processes alone.
-OWN_PROCESSES = """#!{python}
+OWN_PROCESSES = """
 import os, re, signal, sys
 import psutil
 
-pattern = next(word for word in reversed(sys.argv[1:]) if not word.startswith("-") or " " in word)
+pattern = next(word for word in reversed(sys.argv[2:]) if not word.startswith("-") or " " in word)
 found = []
 for process in psutil.process_iter():
     try:
@@ -61,7 +61,7 @@ for process in psutil.process_iter():
     except psutil.Error:
         pass
 for process in [p for p in found if p.cmdline()[:1] != ["bash"]]:
-    print(process.pid) if sys.argv[0].endswith("pgrep") else process.send_signal(signal.SIGTERM)
+    print(process.pid) if sys.argv[1] == "pgrep" else process.send_signal(signal.SIGTERM)
 sys.exit(0 if found else 1)
 """
 
@@ -147,13 +147,14 @@ def make_checkout(path: Path) -> Checkout:
     _lend_environment(path / ".venv")
     stamp(path)
     (path / "shims").mkdir()
-    for name in ("pgrep", "pkill"):
+    program = path / "shims" / "own_processes"  # without .py, so that the linter leaves it alone
+    program.write_text(OWN_PROCESSES.format(here=str(path)))
+    commands = {name: f'"{sys.executable}" "{program}" {name}' for name in ("pgrep", "pkill")}
+    commands["torchrun"] = f'"{path}/.venv/bin/python" "{path}/scripts/_torchrun.py"'  # as the bootstrap installs it
+    for name, command in commands.items():
         shim = path / "shims" / name
-        shim.write_text(OWN_PROCESSES.format(python=sys.executable, here=str(path)))
+        shim.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         shim.chmod(0o755)
-    shim = path / "shims" / "torchrun"  # as the bootstrap installs it
-    shim.write_text(f'#!/bin/sh\nexec "{path}/.venv/bin/python" "{path}/scripts/_torchrun.py" "$@"\n')
-    shim.chmod(0o755)
     return Checkout(path)
 
 

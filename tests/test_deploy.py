@@ -90,7 +90,7 @@ def test_every_exit_code_has_a_rule() -> None:
 
 
 def test_a_run_with_an_unreadable_store_is_not_started_over(tmp_path: Path, checkout: Path) -> None:
-    real = f'#!/bin/sh\n[ "$1" = - ] && PYTHONPATH={ROOT} exec {sys.executable} "$@"\necho "$@" >>words\n'
+    real = f'#!/bin/sh\n[ "$1" = - ] && PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"\necho "$@" >>words\n'
     (checkout / ".venv" / "bin" / "python").write_text(real)
     (tmp_path / "empty").mkdir()
     assert start(checkout, "start.sh", None, COPY_TO=f"file://{tmp_path}/empty").wait(60) == 0

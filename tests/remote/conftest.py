@@ -22,19 +22,19 @@ echo "[bootstrap] $1"
 mkdir -p .venv/bin
 cat >.venv/bin/python <<'WRAPPER'
 #!/bin/sh
-export PYTHONPATH={ROOT} FAKE_HOLD=12 OMP_NUM_THREADS=1
+export PYTHONPATH="{ROOT}" FAKE_HOLD=12 OMP_NUM_THREADS=1
 case "$*" in
   "-u -m tamis run "*)
     mkdir -p artifacts/tiny artifacts/other
     printf %s "$TAMIS_NOTIFY" >notify_of_the_run
-    exec {sys.executable} -u -m tests.faults.launched "$5" 1 detach ;;
+    exec "{sys.executable}" -u -m tests.faults.launched "$5" 1 detach ;;
 esac
-exec {sys.executable} "$@"
+exec "{sys.executable}" "$@"
 WRAPPER
 cat >.venv/bin/tensorboard <<'STAND_IN'
 #!/bin/sh
 [ "$1 $3 $4 $5" = "--logdir --host 127.0.0.1 --port" ] || exit 2
-exec {sys.executable} -m http.server "$6" --bind "$4" --directory "$2"
+exec "{sys.executable}" -m http.server "$6" --bind "$4" --directory "$2"
 STAND_IN
 chmod +x .venv/bin/python .venv/bin/tensorboard
 """
