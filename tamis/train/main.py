@@ -41,8 +41,8 @@ from tamis.run.files.environment import describe_environment
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import read_gpus
-from tamis.run.files.heartbeat import is_done, read_heartbeats
-from tamis.run.files.identity import require_same_run
+from tamis.run.files.heartbeat import read_heartbeats
+from tamis.run.files.identity import is_finished, require_same_run
 from tamis.run.files.lock import RunLocked
 from tamis.run.files.manifest import (
     DamagedCheckpoint,
@@ -53,7 +53,7 @@ from tamis.run.files.manifest import (
     remove_leftovers,
     require_valid,
 )
-from tamis.run.files.records import VAL_HEADER, CsvLog, write_json_atomic, write_text_atomic
+from tamis.run.files.records import write_json_atomic, write_text_atomic
 from tamis.run.worker.signals import is_supervised
 from tamis.train.console import Console
 from tamis.train.distributed import Ranks, choose_device, device_name, join, settings_without_effect
@@ -172,11 +172,11 @@ def _problem_with(resume: str | None, config: Config) -> str | None:
 
 
 def _nothing_to_do(run: RunDirectory, checkpoint: Path, steps: int) -> str | None:
-    """Return a sentence if a valid checkpoint leaves neither a step nor an evaluation to do."""
+    """Return a sentence if a valid checkpoint leaves neither a step nor a record to do."""
     with contextlib.suppress(ValueError):  # an odd manifest is explained when the checkpoint is loaded
-        step = read_manifest(checkpoint.with_suffix(".json"))["step"]
-        is_evaluated = step in CsvLog(run.val_csv, VAL_HEADER).steps() or is_done(run.heartbeat(0), step)
-        if (step > steps or (step == steps and is_evaluated)) and damage(checkpoint.with_suffix(".json")) is None:
+        step = read_manifest(manifest := checkpoint.with_suffix(".json"))["step"]
+        is_over = step > steps or (step == steps and is_finished(run, step))
+        if is_over and damage(manifest) is None:
             return f"{checkpoint} is at step {step}, and train.steps is {steps}: nothing to do. Raise train.steps"
     return None
 
@@ -233,6 +233,7 @@ def _train(trainer: Trainer, resume: str | None, started: float) -> int:
         _clear_leftovers(trainer, started)
     trainer.open(ranks.gather(chosen)[0])
     if ranks.is_main:  # only now: a refused start leaves the records of the run before as they were
+        trainer.run.metrics_json.unlink(missing_ok=True)  # figures of an earlier end; `is_finished` relies on it
         write_text_atomic(trainer.run.config_yaml, trainer.config.to_yaml())
         if (tokenizer := tokenizer_for(trainer.config.data.tokenizer)).file:
             shutil.copyfile(tokenizer.file, trainer.run.path / tokenizer.name)

@@ -74,11 +74,16 @@ class Telemetry:
             self.loggers = open_loggers(self.config, self.run, self.console)
 
     def resume_at(self, step: int) -> None:
-        """Drop the rows an interrupted run wrote beyond the checkpoint it resumes from."""
+        """Drop the rows an interrupted run wrote beyond the checkpoint it resumes from. The rows of that step stay the
+        final figures of a run that has no step left."""
         self.last_log_step = step
         if self.ranks.is_main and self.config.train.csv:
             self.training_csv.resume_at(step)
             self.val_csv.resume_at(step)
+            if row := self.training_csv.row(step):
+                self.final = {"step": step, "loss": row[1], "toks_per_s": row[3]}
+            if row := self.val_csv.row(step):
+                self.final["val_loss"] = row[1]
         self.last_finish = self.last_log_time = time.monotonic()
 
     def beat(self, phase: Phase, step: int, **fields: Any) -> None:

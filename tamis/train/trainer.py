@@ -26,7 +26,7 @@ from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.heartbeat import Phase
-from tamis.run.files.identity import config_changes, record_changes
+from tamis.run.files.identity import config_changes, is_finished, record_changes
 from tamis.run.files.lock import RunLock, require_no_launch
 from tamis.run.worker.signals import EXIT_CODE_OF, StopReason, StopSignals, is_supervised
 from tamis.train.console import Console
@@ -243,7 +243,8 @@ class Trainer:
 
     def _finish(self) -> ExitCode:
         self.save_if_new()
-        self.evaluate()
+        if self.owes_evaluation():  # a run killed after it has only its last records to write
+            self.evaluate()
         return self._end("done", ExitCode.DONE)
 
     def _end(self, phase: Phase, code: ExitCode, detail: str | None = None) -> ExitCode:
@@ -370,7 +371,7 @@ class Trainer:
 
     def _require_something_to_do(self, checkpoint: str) -> None:
         steps = self.config.train.steps
-        if self.step > steps or (self.step == steps and not self.owes_evaluation()):
+        if self.step > steps or (self.step == steps and self.ranks.gather(is_finished(self.run, steps))[0]):
             raise ConfigError(f"{checkpoint} is at step {self.step}, and train.steps is {steps}: nothing to do")
 
 

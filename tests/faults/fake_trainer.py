@@ -29,7 +29,7 @@ from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.heartbeat import HeartbeatWriter
 from tamis.run.files.lock import RunLock
-from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, write_atomic
+from tamis.run.files.records import TRAINING_HEADER, VAL_HEADER, CsvLog, write_atomic, write_json_atomic
 from tamis.run.worker.signals import EXIT_CODE_OF, StopSignals
 
 SAVE_STAGES = ("before", "half written", "before rename", "before manifest", "after")
@@ -81,6 +81,7 @@ class FakeTrainer:
             checkpoints.require_valid(resume)
             self.step, self.weights = json.loads(Path(resume).read_text().split("\n", 1)[0])
         if self.rank == 0:
+            self.run.metrics_json.unlink(missing_ok=True)
             checkpoints.remove_leftovers(self.run)
             self.csv.resume_at(self.step)
             self.val_csv.resume_at(self.step)
@@ -104,6 +105,8 @@ class FakeTrainer:
         if self.rank == 0:
             self.val_csv.append(self.step, 3.0, 20.0)
         self.heartbeat.beat("done", self.step, exit_code=0)
+        if self.rank == 0:
+            write_json_atomic(self.run.metrics_json, {"exit_code": 0, "steps_done": self.step})
         return ExitCode.DONE
 
     def train_once(self, number: int) -> None:

@@ -244,6 +244,8 @@ def slow_down(part: str = "", step: int = 0, seconds: float = 0.0) -> None:
         trainer.Trainer.evaluate = standing_still(  # type: ignore[method-assign]
             trainer.Trainer.evaluate, lambda running: running.telemetry.beat("eval", running.step) or running.step
         )
+    elif part == "end":
+        trainer.Trainer._end = standing_still(trainer.Trainer._end, lambda running: running.step)  # type: ignore[method-assign]
     elif part == "save":
         save_checkpoint = trainer.save_checkpoint
         trainer.save_checkpoint = lambda *arguments: (time.sleep(seconds), save_checkpoint(*arguments))[1]

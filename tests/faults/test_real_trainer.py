@@ -25,6 +25,7 @@ from tamis.run.copies.store import Transfer
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import latest_valid_checkpoint
+from tamis.run.files.records import VAL_HEADER, CsvLog
 from tamis.run.limits import Grace, Limits
 from tamis.run.supervise.spare import PRELOAD
 from tamis.run.supervise.supervisor import is_complete
@@ -136,6 +137,34 @@ def test_an_evaluation_that_a_kill_prevented_is_done_on_resume(server, unbroken,
     assert trainer.wait() == -signal.SIGKILL
     assert latest_valid_checkpoint(tmp_path) == step
     assert_same_end(finish(server, config).run, unbroken)
+
+
+def test_a_run_killed_after_its_last_evaluation_writes_its_end_on_resume(server, unbroken, tmp_path) -> None:
+    config = tiny_real_config(tmp_path)
+    trainer = server.start(config, slow={"part": "end", "step": 16, "seconds": 600})
+    trainer.until(lambda beats: 16 in CsvLog(trainer.run.val_csv, VAL_HEADER).steps())
+    trainer.kill(signal.SIGKILL)
+    assert trainer.wait() == -signal.SIGKILL
+    assert not trainer.run.metrics_json.exists() and not is_complete(trainer.run, config)
+    assert_same_end(finish(server, config).run, unbroken)
+    ours, theirs = (json.loads(run.metrics_json.read_text()) for run in (trainer.run, unbroken))
+    assert ours.keys() == theirs.keys() and is_complete(trainer.run, config)
+    for key in ("exit_code", "steps_done", "tokens_seen", "loss", "val_loss"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-6), key
+
+
+def test_figures_of_an_earlier_end_do_not_outlive_the_next_start(server, tmp_path) -> None:
+    config = tiny_real_config(tmp_path, steps=2000)
+    trainer = server.start(config)
+    trainer.until_phase("step_end", 3)
+    trainer.run.halt.touch()
+    assert trainer.wait() == 3, trainer.output()
+    assert json.loads(trainer.run.metrics_json.read_text())["exit_code"] == 3
+    trainer = server.start(config)
+    trainer.until_phase("step_end", 6)
+    trainer.kill(signal.SIGKILL)
+    trainer.wait()
+    assert not trainer.run.metrics_json.exists()
 
 
 def test_a_run_continued_from_its_copy_on_a_fresh_machine_ends_with_identical_weights(

@@ -84,7 +84,7 @@ def test_a_finished_run_that_holds_nothing_out_starts_no_worker(finished: Config
     assert launch.launch_once(job(finished)) == 0
     assert "nothing left to do" in capsys.readouterr().out
     assert directory_bytes(run.path) == before
-    run.heartbeat(0).unlink()  # as if killed after the last save: the evaluation is still to do
+    run.metrics_json.unlink()  # as if killed after the last save: the evaluation is still to do
     assert launch.launch_once(job(finished)) == 0
     assert run.val_csv.exists()
 

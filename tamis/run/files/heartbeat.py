@@ -217,12 +217,6 @@ def read_heartbeats(path: str | Path, tail: int | None = None) -> list[Heartbeat
     return beats
 
 
-def is_done(path: str | Path, step: int) -> bool:
-    """Whether the last beat of the file is the end of a run whose last step is this one."""
-    last = read_heartbeats(path, tail=1)
-    return bool(last) and last[0].phase == "done" and last[0].step == step
-
-
 def _beats_in(path: Path, tail: int | None) -> list[Heartbeat]:
     lines = read_last_lines(path, 2 * MAX_BYTES, tail)
     return [beat for beat in map(Heartbeat.from_line, lines) if beat is not None]

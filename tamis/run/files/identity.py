@@ -19,7 +19,8 @@ from tamis.config import VOCABULARY, Config, ConfigError, read_yaml
 from tamis.config.schema import OPERATION
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
-from tamis.run.files.reading import OddFile, open_regular
+from tamis.run.files.exit_codes import ExitCode
+from tamis.run.files.reading import OddFile, open_regular, read_json
 from tamis.run.files.records import TRAINING_HEADER, CsvLog
 
 CONFIG_CHANGED = "config_changed"  # the event of a resume with other hyperparameters
@@ -110,6 +111,16 @@ def stored_config(run: RunDirectory) -> dict[str, Any] | None:
 def has_begun(run: RunDirectory) -> bool:
     """True if a step was logged or saved here: then the directory's records belong to one model and one data set."""
     return bool(run.checkpoint_traces()) or bool(CsvLog(run.training_csv, TRAINING_HEADER).steps())
+
+
+def is_finished(run: RunDirectory, step: int) -> bool:
+    """True if the run ended at this step, its last. metrics.json is written last of all, and removed at each start: a
+    run killed before that has its evaluation or its records left to do."""
+    try:
+        metrics = read_json(run.metrics_json)
+    except (OSError, ValueError):
+        return False
+    return isinstance(metrics, dict) and (metrics.get("exit_code"), metrics.get("steps_done")) == (ExitCode.DONE, step)
 
 
 def record_changes(events: EventLog, changes: list[ConfigChange], step: int) -> None:

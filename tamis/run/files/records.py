@@ -92,6 +92,14 @@ class CsvLog:
         """The steps that have a row."""
         return [self._step_of(line) for line in self._lines()]
 
+    def row(self, step: int) -> list[float] | None:
+        """The numbers of a step's row; None if it has none, or one with something else."""
+        line = next((line for line in self._lines() if self._step_of(line) == step), "")
+        try:
+            return [float(cell) for cell in line.split(",")]
+        except ValueError:
+            return None
+
     def append(self, *values: float | int | str) -> None:
         row = ",".join(_cell(value) for value in values)
         if len(values) != len(self.header.split(",")):

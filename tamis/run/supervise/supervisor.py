@@ -23,13 +23,12 @@ from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.events import Alarm, EventLog, write_anomaly
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
-from tamis.run.files.heartbeat import is_done
-from tamis.run.files.identity import record_changes, require_same_run
+from tamis.run.files.identity import is_finished, record_changes, require_same_run
 from tamis.run.files.info import read_info
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.files.manifest import DamagedCheckpoint, checkpoint_to_resume, latest_valid_checkpoint, remove_scratch
 from tamis.run.files.reading import open_to_append
-from tamis.run.files.records import VAL_HEADER, CsvLog, write_text_atomic
+from tamis.run.files.records import write_text_atomic
 from tamis.run.limits import Grace, Limits, limits_for
 from tamis.run.supervise.checkpoint_check import FirstCheckpointCheck
 from tamis.run.supervise.escalation import BY_WATCHDOG, Escalation, wait_until
@@ -91,15 +90,9 @@ def _meter(config: Config, run: RunDirectory, options: LaunchOptions) -> Abstrac
 
 
 def is_complete(run: RunDirectory, config: Config) -> bool:
-    """True if the last step is saved and evaluated; a run killed between the two still has the evaluation to do.
-
-    A run that holds nothing out evaluates nothing: there the end of its last launch counts.
-    """
+    """True if the last step is saved, and the trainer recorded its end there."""
     last = config.train.steps
-    if last not in run.checkpoints():
-        return False
-    is_evaluated = last in CsvLog(run.val_csv, VAL_HEADER).steps() or is_done(run.heartbeat(0), last)
-    if config.train.csv and not is_evaluated:
+    if last not in run.checkpoints() or not is_finished(run, last):
         return False
     return latest_valid_checkpoint(run, on_damaged=lambda message: None) == last
 
@@ -161,7 +154,7 @@ class Supervisor:
             except DamagedCheckpoint as error:
                 self.events.record("end", str(error), exit_code=int(ExitCode.USAGE))
                 return ExitCode.USAGE
-            if is_complete(self.run, self.config):  # killed after the last evaluation, before it could exit
+            if is_complete(self.run, self.config):  # killed after its last record, before it could exit
                 self.events.record("end", nothing_to_do(self.run, self.config), exit_code=0)
                 return ExitCode.DONE
             if (limit := self.meter.limit_reached()) is not None:

@@ -53,6 +53,9 @@ def test_small_and_large_numbers_keep_their_digits(tmp_path: Path) -> None:
     log.resume_at(0)
     log.append(50000, 3.1415927, 2e-7, 1234567.9)
     assert log.path.read_text().splitlines()[1] == "50000,3.1415927,2e-07,1234567.9"
+    assert log.row(50000) == [50000, 3.1415927, 2e-07, 1234567.9]
+    log.path.write_text(f"{TRAINING_HEADER}\n7,odd,0,0\n")
+    assert log.row(7) is None and log.row(8) is None
 
 
 def test_rows_a_full_disk_refused_are_written_with_the_next(tmp_path: Path) -> None:
