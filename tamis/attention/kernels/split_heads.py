@@ -86,6 +86,18 @@ def _angles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _rows_of_parts(parts, token, head, SIZES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where each row begins in its part: one address to read or write, not one of every part with a mask."""
+    at = parts[0] + (token * SIZES[0] + head).to(tl.int64) * (2 * HALF)
+    first = SIZES[0]
+    for part in tl.static_range(1, len(SIZES)):
+        of_part = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF)
+        at = tl.where(head >= first, of_part, at)
+        first += SIZES[part]
+    return at
+
+
+@triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
     merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -94,14 +106,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
-    a, b = (a * c - b * s).to(merged.dtype.element_ty), (b * c + a * s).to(merged.dtype.element_ty)
-    first = 0
-    for part in tl.static_range(len(SIZES)):
-        mine = inside & (head >= first) & (head < first + SIZES[part])
-        target = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF) + column
-        tl.store(target, a, mask=mine)
-        tl.store(target + HALF, b, mask=mine)
-        first += SIZES[part]
+    target = _rows_of_parts(parts, token, head, SIZES, HALF) + column
+    tl.store(target, (a * c - b * s).to(merged.dtype.element_ty), mask=inside)
+    tl.store(target + HALF, (b * c + a * s).to(merged.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -110,16 +117,9 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
-    a = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
-    b = tl.zeros([ROWS, WIDTH], merged.dtype.element_ty)
-    first = 0
-    for part in tl.static_range(len(SIZES)):
-        mine = inside & (head >= first) & (head < first + SIZES[part])
-        source = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF) + column
-        a = tl.where(mine, tl.load(source, mask=mine, other=0.0), a)
-        b = tl.where(mine, tl.load(source + HALF, mask=mine, other=0.0), b)
-        first += SIZES[part]
+    source = _rows_of_parts(parts, token, head, SIZES, HALF) + column
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
-    a, b = a.to(tl.float32), b.to(tl.float32)
     tl.store(merged + start + column, (a * c + b * s).to(merged.dtype.element_ty), mask=inside)
     tl.store(merged + start + column + HALF, (b * c - a * s).to(merged.dtype.element_ty), mask=inside)
