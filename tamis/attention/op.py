@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from tamis.attention.checks import Layouts, check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
-from tamis.attention.kernels.gates import mix_backward, mix_forward
+from tamis.attention.kernels.gates import Mixture, mix_backward
 from tamis.attention.kernels.launch import SideStream, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
@@ -90,6 +90,8 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `nsa_forward`, for queries from position `start` on; the window's keys begin at `first_key`."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_and_values
+    gates = gates.contiguous()
+    out = empty(q.shape, q.dtype, q.device)
     side = SideStream(q)
     # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
     with _range("window"):
@@ -101,8 +103,8 @@ def attend(
             if ids is None:
                 ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
         with _range("selected"):
-            out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale)
-    out = mix_forward(out_cmp, out_sel, out_win, gates.contiguous(), trusted=True)
+            mixture = Mixture(out, gates, out_cmp, out_win, side.wait)
+            out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale, mixture)
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
 

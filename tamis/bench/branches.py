@@ -112,7 +112,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
         return
     from tamis.attention.kernels.banded.keys import key_gradients
     from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
-    from tamis.attention.kernels.gates import mix_backward, mix_forward
+    from tamis.attention.kernels.gates import mix_backward
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
@@ -148,11 +148,8 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     yield pair("window", lambda: window_forward(q, k_win, v_win, spec), lambda: key_gradients(q, *window, dout))
     # Both dense branches share one pass over the queries in the backward direction.
     yield pair("dense dq", lambda: None, lambda: add_query_gradient(q, dout, dq, window, compressed))
-    yield pair(
-        "gates",
-        lambda: mix_forward(cmp, sel, win, gates),
-        lambda: mix_backward(dout, cmp, sel, win, gates),
-    )
+    # Forward, the selected branch applies the gates.
+    yield pair("gates", lambda: None, lambda: mix_backward(dout, cmp, sel, win, gates))
 
 
 def least_work(shape: Shape, batch: int, length: int, element_size: int) -> dict[str, tuple[float, float]]:

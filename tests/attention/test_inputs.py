@@ -70,7 +70,7 @@ def test_the_number_of_compressed_blocks_must_follow_from_the_length() -> None:
 
 def branch_calls() -> dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]]:
     """Every function of a branch, and inputs that fit it; batch 1, 20 tokens, 6 heads, 2 groups, dim 4."""
-    from tamis.attention.kernels.gates import mix_backward, mix_forward
+    from tamis.attention.kernels.gates import mix_backward
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
@@ -97,7 +97,6 @@ def branch_calls() -> dict[str, tuple[Callable[..., object], dict[str, torch.Ten
         "selected_forward": (partial(selected, False), chosen),
         "selected_backward": (partial(selected, True), chosen | gradients),
         "select_from_lse": (partial(select_from_lse, spec=SMALL), {"q": q, "k_cmp": cmp["k_cmp"], "lse": rows["lse"]}),
-        "mix_forward": (mix_forward, outs),
         "mix_backward": (mix_backward, outs | {"dout": q.clone()}),
     }
 

@@ -1,12 +1,15 @@
 """Triton: the gates. Forward, `out = Σ gate·branch`; backward, the gates' gradients and each `gate·<dout, branch>`.
 
-Both kernels read every tensor once and are bound by memory. Their rows are (batch, token, head).
+Forward, the last kernel of the selected branch does it where it has the registers: it holds one of the three branches.
+Backward, and elsewhere, kernels of their own read every tensor once, bound by memory. Rows are (batch, token, head).
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,26 +20,68 @@ from tamis.attention.checks import check_contiguous, check_like, check_queries
 from tamis.attention.kernels.launch import PreparedKernel, cdiv, padded, unit_last_stride
 from tamis.attention.kernels.tape import empty
 
-ELEMENTS = 4096  # per program
+ELEMENTS = 4096  # per program, forward
 # Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
 HEADS_OF_DELTA = 4
 ELEMENTS_OF_DELTA = 8192
 
 
+class Mixture(NamedTuple):
+    """The mixed output, and what it is computed from together with the selected branch.
+
+    All are contiguous: gates `[B,S,H,3]`, the others `[B,S,H,D]`. `wait` is called before the first launch that uses
+    them.
+    """
+
+    out: Tensor
+    gates: Tensor
+    cmp: Tensor
+    win: Tensor
+    wait: Callable[[], None]
+
+
 @PreparedKernel
 @triton.jit
-def _mix_kernel(cmp, sel, win, gates, out, rows, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    column = tl.arange(0, DP)
-    alive = row < rows
-    at = row[:, None] * D + column[None, :]
-    mask = alive[:, None] & (column < D)[None, :]
-    acc = tl.zeros([BM, DP], tl.float32)
-    for branch in tl.static_range(3):
-        source = cmp if branch == 0 else (sel if branch == 1 else win)
-        gate = tl.load(gates + row * 3 + branch, mask=alive, other=0.0).to(tl.float32)
-        acc += gate[:, None] * tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+def _mix_kernel(mixed, gates, cmp, win, sel, rows, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BD)
+    mask = (row < rows)[:, None] & (column < D)[None, :]
+    values = tl.load(sel + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+    store_mixture(mixed, gates, cmp, win, values, row, row < rows, D, BD)
+
+
+def mix(mixture: Mixture, sel: Tensor) -> None:
+    """Write the mixed output by a kernel of its own."""
+    D = sel.shape[3]
+    rows, tile = sel.numel() // D, max(1, ELEMENTS // padded(D))
+    arguments = *mixture_arguments(mixture), sel, rows
+    _mix_kernel[(cdiv(rows, tile),)](*arguments, D=D, BD=padded(D), ROWS=tile, num_warps=4)
+
+
+def mixture_arguments(mixture: Mixture | None) -> tuple[Tensor | None, ...]:
+    """The first arguments of `store_mixture`; None for a kernel that does not mix."""
+    if mixture is None:
+        return None, None, None, None
+    mixture.wait()
+    return mixture[:4]
+
+
+@triton.jit
+def store_mixture(mixed, gates, cmp, win, sel, row, live, D: tl.constexpr, BD: tl.constexpr):
+    """Store `Σ gate·branch` of rows, if there is a mixture; `sel` is rounded as it is stored."""
+    if mixed is not None:
+        column = tl.arange(0, BD)
+        mask = live[:, None] & (column < D)[None, :]
+        at = row[:, None] * D + column[None, :]
+        acc = _gate_of(gates, 0, row, live) * tl.load(cmp + at, mask=mask, other=0.0).to(tl.float32)
+        acc += _gate_of(gates, 1, row, live) * sel.to(mixed.dtype.element_ty).to(tl.float32)
+        acc += _gate_of(gates, 2, row, live) * tl.load(win + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(mixed + at, acc.to(mixed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_of(gates, branch, row, live):
+    return tl.load(gates + row * 3 + branch, mask=live, other=0.0).to(tl.float32)[:, None]
 
 
 @PreparedKernel
@@ -65,17 +110,6 @@ def _delta_kernel(
         at_scalar = branch * plane + (b * H + h) * S + s
         tl.store(weights + at_scalar, gate, mask=alive)
         tl.store(delta + at_scalar, gate * product, mask=alive)
-
-
-def mix_forward(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor, trusted: bool = False) -> Tensor:
-    """`Σ gate·branch`; branches `[B,S,H,D]` and gates `[B,S,H,3]`, all contiguous."""
-    if not trusted:
-        _check(cmp, sel, win, gates)
-    D = cmp.shape[3]
-    rows, block = cmp.numel() // D, max(1, ELEMENTS // padded(D))
-    out = empty(cmp.shape, cmp.dtype, cmp.device)
-    _mix_kernel[(cdiv(rows, block),)](cmp, sel, win, gates, out, rows, D=D, DP=padded(D), BM=block, num_warps=4)
-    return out
 
 
 def mix_backward(

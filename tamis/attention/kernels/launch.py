@@ -284,6 +284,17 @@ class SideStream:
             self._streams.begin.wait(self._streams.side)
             torch.cuda.set_stream(self._streams.side)
 
+    def wait(self) -> None:
+        """In the block: what it launches from now on waits for what the current stream was given so far.
+
+        It may then use memory that was allocated after this object was made.
+        """
+        if recording := current_recording():
+            recording.wait_on_side()
+        if self._streams is not None:
+            self._streams.begin.record(self._streams.current)
+            self._streams.begin.wait(self._streams.side)
+
     def __exit__(self, *exception: object) -> None:
         if recording := current_recording():
             recording.leave_side()

@@ -106,6 +106,10 @@ def begin_side_stream(make: Callable[[Any], Any], q: int) -> Step:
     return step
 
 
+def wait_on_side_stream(run: Repetition) -> None:
+    run.side.wait()
+
+
 def on_side_stream(steps: list[Step]) -> Step:
 
     def step(run: Repetition) -> None:

@@ -43,6 +43,7 @@ from tamis.attention.kernels.repetition import (
     release,
     take_current_stream,
     view_like,
+    wait_on_side_stream,
 )
 
 MOST_TAPES = 128
@@ -239,6 +240,9 @@ class Recording:
     def enter_side(self) -> None:
         self._levels.append([])
         self._has_stream = False
+
+    def wait_on_side(self) -> None:
+        self._levels[-1].append(wait_on_side_stream)
 
     def leave_side(self) -> None:
         steps = self._levels.pop()

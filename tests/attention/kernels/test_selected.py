@@ -5,7 +5,6 @@ Small sizes: without a GPU every program of a kernel costs milliseconds.
 
 from __future__ import annotations
 
-import itertools
 from unittest.mock import patch
 
 import pytest
@@ -337,26 +336,6 @@ def test_statistics_are_gathered_for_every_sequence_by_a_grid_of_one_dimension(m
     expected = torch.stack((lse.transpose(1, 2) * 1.4426950408889634, delta.transpose(1, 2), gates))
     torch.testing.assert_close(statistics, expected)
     assert grids == [(6,)]
-
-
-def test_every_choice_is_in_a_union_or_left_once_and_forced_blocks_are_never_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(selected_union, "WORTHWHILE", 0.0)  # every union is too long
-    case = Case(tokens=200, groups=2, batch=2)
-    tile = 8  # divides a block: all tokens of a tile have the same forced ones
-    unions = selected_union.unite_choices(case.ids, case.spec, tile, every_tile=False)
-    assert unions.rest is not None
-    blocks, bits, used = unions.blocks.tolist(), unions.tokens.tolist(), unions.counts[..., 0].tolist()
-    for b, s, g in itertools.product(range(2), range(200), range(2)):
-        count = used[b][g][s // tile]
-        of_tile = zip(blocks[b][g][s // tile][:count], bits[b][g][s // tile][:count], strict=True)
-        walked = [block // case.spec.l_sel for block, tokens in of_tile if tokens >> s % tile & 1]
-        left, chosen = ([x for x in ids[b, s, g].tolist() if x >= 0] for ids in (unions.rest, case.ids))
-        newest = s // case.spec.l_sel
-        assert walked == sorted({0, max(0, newest - 1), newest})
-        assert sorted(walked + left) == chosen and left == sorted(left)
-        assert (unions.rest[b, s, g, len(left) :] == -1).all()
 
 
 @pytest.mark.parametrize("words", [1, 37, 16 * 7, 16 * 2300 + 5])

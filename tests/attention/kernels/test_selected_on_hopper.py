@@ -12,6 +12,7 @@ from tests.attention.devices import DEVICE, poisoned_memory, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention.kernels import launch, tuned  # isort: skip
+from tamis.attention.kernels.gates import Mixture  # isort: skip
 from tamis.attention.kernels.selected import layout, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
@@ -60,6 +61,16 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_compute_what_tritons_kernels_do(on_cpu: None, shape: str, form: str) -> None:
     assert_agrees(FORMS[form], Case(SPEC, dim=64, dtype=torch.float16, **SHAPES[shape]))  # type: ignore[arg-type]
+
+
+@ON_CPU
+def test_unions_are_mixed_with_the_other_branches(on_cpu: None) -> None:
+    case = Case(SPEC, batch=2, tokens=133, groups=2, heads=6, dim=64, dtype=torch.float16)
+    cmp, win, out = torch.randn_like(case.q), torch.randn_like(case.q), torch.full_like(case.q, torch.nan)
+    mixture = Mixture(out, case.gates, cmp, win, lambda: None)
+    sel, _, _ = union.union_forward(case.q, case.k, case.v, case.ids, case.spec, mixture=mixture)
+    gates, branches = case.gates.float(), torch.stack((cmp, sel, win), dim=-1).float()
+    torch.testing.assert_close(out, (gates[..., None, :] * branches).sum(dim=-1).half())
 
 
 @ON_CPU

@@ -251,6 +251,11 @@ class Side:
         if recording := tape.current_recording():
             recording.enter_side()
 
+    def wait(self) -> None:
+        self.events.append("wait")
+        if recording := tape.current_recording():
+            recording.wait_on_side()
+
     def __exit__(self, *exception: object) -> None:
         self.events.append("leave")
         if recording := tape.current_recording():
@@ -270,15 +275,16 @@ def test_compiled_kernels_are_launched_with_addresses_and_descriptors(monkeypatc
         prepared[(5,)](x, out[4:], 0.5, FIRST=1, SECOND=2)
         with side:
             described = TensorDescriptor(y[4:], [1, 4], [4, 1], [1, 4], LINE)
+            side.wait()
             prepared[(5,)](parts[1], described, 0.5, FIRST=1, SECOND=2)
         return (out,)
 
     tape.repeat(call, (torch.zeros(16), torch.zeros(16)), ())
-    assert Side.events == ["begin", "enter", "leave"]
+    assert Side.events == ["begin", "enter", "wait", "leave"]
     launched.clear()
     x, y = torch.zeros(16), torch.zeros(16)
     (out,) = tape.repeat(call, (x, y), ())
-    assert Side.events == ["begin", "enter", "leave"] * 2
+    assert Side.events == ["begin", "enter", "wait", "leave"] * 2
     first, second = launched
     assert first[:6] == (5, 1, 1, 99, 7, (4, 1, 0)) and first[9:] == (x.data_ptr(), out[4:].data_ptr(), 0.5, 1, 2)
     descriptor = second[10]
@@ -292,7 +298,7 @@ def test_compiled_kernels_are_launched_with_addresses_and_descriptors(monkeypatc
     list(prepared._launches.values())[1]._run = fail
     with pytest.raises(RuntimeError, match="no launch"):
         tape.repeat(call, (x, y), ())
-    assert Side.events == ["begin", "enter", "leave"]
+    assert Side.events == ["begin", "enter", "wait", "leave"]
 
 
 def test_memory_is_released_after_its_last_launch(monkeypatch: pytest.MonkeyPatch) -> None:

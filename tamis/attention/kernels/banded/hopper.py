@@ -37,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tamis.attention.kernels.banded.keys import MOST_SPLITS, PROGRAMS_WANTED, sum_splits_kernel
 from tamis.attention.kernels.banded.queries import Band, Rows
 from tamis.attention.kernels.launch import LOG2E, PASSED_ON, PreparedKernel, cdiv, multiprocessors
+from tamis.attention.kernels.softmax_on_hopper import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import KEYS_OF_TILE
 
@@ -141,7 +142,7 @@ def _attend(
         mbarrier.wait(held_full.index(buffer), (taken // 2) & 1)
         q_tile = held.index(buffer * HEADS + HEAD).reshape([64, D])
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
+        sums = gl.zeros([64, 8], gl.float32, layout_of_sums())
         acc = gl.zeros([64, D], gl.float32, ACC)
         for tile in range(begin // 64, (end + 63) // 64):
             slot = walked % STAGES
@@ -152,11 +153,11 @@ def _attend(
             if (tile * 64 < whole_begin) | (tile * 64 + 64 > whole_end):
                 key = (tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, ACC)))[None, :]
                 s = gl.where((key >= seen_begin[:, None]) & (key < seen_end[:, None]), s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 1) * scale)
+            m_new = gl.maximum(m, max_of_rows(s, gl.SliceLayout(1, ACC)) * scale)
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(s * scale - m_safe[:, None])
             shrink = gl.exp2(m - m_safe)
-            total = total * shrink + gl.sum(p, 1)
+            sums = add_to_sums(sums, shrink, p)
             m = m_new
             weights = gl.convert_layout(p.to(q_tile.dtype), LEFT)
             acc = warpgroup_mma(weights, v_tile, acc * shrink[:, None], is_async=True)
@@ -164,6 +165,7 @@ def _attend(
             mbarrier.arrive(empty.index(slot))
             walked += 1
         mbarrier.arrive(held_empty.index(buffer))
+        total = total_of_sums(sums, gl.SliceLayout(1, ACC))
         nothing = total == 0.0
         total = gl.where(nothing, 1.0, total)
         column = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))

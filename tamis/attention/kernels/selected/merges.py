@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tamis.attention.kernels.gates import store_mixture
 from tamis.attention.kernels.launch import PreparedKernel
 from tamis.attention.kernels.selected.items import add_key_gradients, block_tokens, first_block_of
 from tamis.attention.kernels.selected.union import load_at, store_at
@@ -41,13 +42,13 @@ def _rows_of_merge(
 @PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
 def merge_outputs(
-    part_out, part_lse, ids, out, lse, first_segment, per_sequence, segment, tokens, segments,
+    part_out, part_lse, ids, out, lse, mixed, gates, cmp, win, first_segment, per_sequence, segment, tokens, segments,
     i_b, i_s, i_g,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     ROWS: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Join the softmaxes of a token's blocks, weighted by their log-sum-exps (base 2). BEGUN: `out` and `lse` hold one
-    over other blocks, which is joined with them."""
+    over other blocks, which is joined with them. Then the branch is complete, and can be mixed with the others."""
     live, sequence, token, head, local_token, choices = _rows_of_merge(
         ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
     )
@@ -56,20 +57,23 @@ def merge_outputs(
     used = tl.zeros((ROWS,), tl.int32)
     for slot in tl.static_range(N):
         used += (tl.load(choices + slot, mask=live, other=-1) >= 0).to(tl.int32)
-    out_row = ((sequence * tokens + token) * (G * R) + head) * D
+    out_row = (sequence * tokens + token) * (G * R) + head
     lse_row = (sequence * (G * R) + head) * tokens + token
     first_part = local_token * (N * SUB) * R + tl.arange(0, ROWS) % R
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so that nothing is taken from infinity
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BD), tl.float32)
+    joined = live
     if BEGUN:
-        live = live & (used > 0)  # there is nothing to join with
-        if tl.max(live.to(tl.int32), 0) == 0:
-            return
+        joined = live & (used > 0)  # else there is nothing to join with
+        if mixed is None:
+            live = joined
+            if tl.max(live.to(tl.int32), 0) == 0:
+                return
         begun = tl.load(lse + lse_row, mask=live, other=-float("inf")) * 1.4426950408889634  # log2(e)
         top = tl.maximum(begun, top)
         total = tl.exp2(begun - top)
-        acc = load_at(out, out_row, live, D, BD).to(tl.float32) * total[:, None]
+        acc = load_at(out, out_row * D, live, D, BD).to(tl.float32) * total[:, None]
     for first in range(0, N * SUB, TOGETHER):
         parts = ()
         tops = ()
@@ -93,9 +97,10 @@ def merge_outputs(
             total += weight
             acc += parts[index].to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    store_at(out, out_row, acc, live, D, BD)
+    store_at(out, out_row * D, acc, joined, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + lse_row, natural, mask=live)
+    tl.store(lse + lse_row, natural, mask=joined)
+    store_mixture(mixed, gates, cmp, win, acc, out_row, live, D, BD)
 
 
 @PreparedKernel

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_branch, check_ids, check_queries, check_start
+from tamis.attention.kernels.gates import Mixture, mix, mixture_arguments
 from tamis.attention.kernels.launch import (
     LOG2E,
     MOST_KEYS,
@@ -46,6 +47,7 @@ from tamis.attention.spec import NSASpec, Start, latest_start
 
 CHUNKS = 4  # of a large call: fewer make longer lists and take more memory, n_sel / CHUNKS times the size of q
 CACHED_BYTES = 12 << 20  # bytes of a group's queries in a segment: each is read once per slot, so it should stay in L2
+MIXED_UP_TO = 64  # head dim; above, the kernel that joins partial outputs lacks registers to mix them; measured
 DENSE_UP_TO = 4  # times n_sel blocks: in sequences this short the union beats the lists whatever was chosen; measured
 
 
@@ -59,8 +61,9 @@ def selected_forward(
     trusted: bool = False,
     packed: PackedTables | None = None,
     scale: float | None = None,
+    mixture: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32.
+    """Output `[B,S,H,D]` before the gate, and natural log-sum-exp `[B,H,S]` in float32; the `mixture`, if there is one.
 
     Rows that see nothing give 0 and −inf. Queries stand at `start … start+S−1` over the keys of all tokens so far.
     The host looks at the ids, and waits for them, unless the inputs are trusted.
@@ -70,10 +73,10 @@ def selected_forward(
     q, k, v, ids = (unit_last_stride(x) for x in (q_BSHD, k_BTGD, v_BTGD, ids_BSGn))
     blocks = spec.selection_blocks(packed.longest if packed else latest_start(start) + q.shape[1])
     if blocks <= DENSE_UP_TO * spec.n_sel:
-        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, packed, scale)
+        out, lse, _ = union_forward(q, k, v, ids, spec, True, start, packed, scale, mixture)
         return out, lse
     short_unions = union_forward(q, k, v, ids, spec, False, start, packed, scale)
-    return pairs_forward(q, k, v, ids, spec, short_unions, start=start, packed=packed, scale=scale)
+    return pairs_forward(q, k, v, ids, spec, short_unions, start=start, packed=packed, scale=scale, mixture=mixture)
 
 
 def reads_rows(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
@@ -104,6 +107,7 @@ def pairs_forward(
     early: bool | None = None,
     packed: PackedTables | None = None,
     scale: float | None = None,
+    mixture: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp of the selected branch; `rest_of` is what the other form gave and left over.
 
@@ -135,6 +139,8 @@ def pairs_forward(
     if in_gluon:
         # Here, because not every Triton has Gluon.
         from tamis.attention.kernels.selected.pairs_on_hopper import walk_items
+    mixed: tuple[Tensor | None, ...] = ()
+    joins_mix = dim <= MIXED_UP_TO
     for lists in chunks_of_pairs(choices, layout, packed):
         tensors = q_BSHD, k_BTGD, v_BTGD, part_out, part_lse, *item_arguments(lists, layout, packed)
         if in_gluon:
@@ -143,10 +149,14 @@ def pairs_forward(
             _forward_items[(layout.items_per_chunk, parts)](
                 *tensors, start_argument(start), scale, *strides, EARLY=early, **sizes, **settings
             )
+        mixed = mixed or mixture_arguments(mixture if joins_mix else None)
         merge_outputs[merge_grid](
-            part_out, part_lse, choices, out, lse, lists.first_segment, layout.segments_per_sequence, layout.segment,
-            tokens, layout.segments, *choices.stride()[:3], BEGUN=rest_of is not None, **merge_sizes,
+            part_out, part_lse, choices, out, lse, *mixed, lists.first_segment,
+            layout.segments_per_sequence, layout.segment, tokens, layout.segments, *choices.stride()[:3],
+            BEGUN=rest_of is not None, **merge_sizes,
         )  # fmt: skip
+    if mixture is not None and not joins_mix:
+        mix(mixture, out)
     return out, lse
 
 

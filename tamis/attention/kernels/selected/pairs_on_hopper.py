@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tamis.attention.kernels.launch import PreparedKernel
+from tamis.attention.kernels.softmax_on_hopper import max_of_rows, sum_of_rows
 
 REGISTERS = 128  # of a thread: four programs share a multiprocessor
 
@@ -156,10 +157,10 @@ def attend_items(
         if tile < masked_tiles:
             last_key = gl.where(begin + key < end, begin + key - first_token, tokens)
             s = gl.where(last_key[None, :] <= (pair // N)[:, None], s, float("-inf"))
-        top = gl.max(s, 1) * scale
+        top = max_of_rows(s, ROW) * scale
         top = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s * scale - top[:, None])
-        total = gl.sum(p, 1)
+        total = sum_of_rows(p, ROW)
         o = warpgroup_mma(gl.convert_layout(p.to(q.dtype.element_ty), LEFT), v_tile, zero, use_acc=False, is_async=True)
         live = _rows_of_tile(tile, count, R, ROW)
         target = pair.to(OFFSET) * R + row % R

@@ -8,7 +8,7 @@ choices to the other form. This is decided on the device, the host never asks.
 Rows of a tile are tokens × heads of the group.
 Shapes: B batch, S queries, T = start + S keys, H query heads, G groups, R = H/G heads per group, D head dim,
 n slots (n_sel). A kernel that gets None for `start` is compiled without it. In a packed row blocks of all documents are
-numbered in order, and the table of tokens has the first one of every document; else block `b` begins at `b·L_SEL`.
+numbered in order, and a table has the first token of each; else block `b` begins at `b·L_SEL`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.banded.queries import described_keys, program_tile
+from tamis.attention.kernels.gates import Mixture, mix, mixture_arguments
 from tamis.attention.kernels.launch import (
     LOG2E,
     MOST_KEYS,
@@ -42,6 +43,7 @@ from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
+AT_ONCE = tl.constexpr(32)  # blocks that are collected together: bits of a word
 MOST_TOKENS = 64  # of a tile: a block's tokens are the bits of one word
 ROWS_IN_GLUON = 128  # of a tile of `union_on_hopper.py`
 WORTHWHILE = 2.5  # longest union that beats the other form, as a multiple of what its tokens chose on average; measured
@@ -67,8 +69,12 @@ def union_forward(
     start: Start = 0,
     packed: PackedTables | None = None,
     scale: float | None = None,
+    mixture: Mixture | None = None,
 ) -> tuple[Tensor, Tensor, Unions]:
-    """Output and natural log-sum-exp over the unions; over all choices, or without those left to the other form."""
+    """Output and natural log-sum-exp over the unions; over all choices, or without those left to the other form.
+
+    A `mixture` is computed along with them: of unions of every tile, whose output is the branch's.
+    """
     batch, tokens, heads, dim = q_BSHD.shape
     groups = ids_BSGn.shape[2]
     heads_per_group = heads // groups
@@ -85,7 +91,8 @@ def union_forward(
         # Here, because not every Triton has Gluon.
         from tamis.attention.kernels.selected.union_on_hopper import attend_on_hopper
 
-        attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, softmax_scale(q_BSHD, scale) * LOG2E)
+        mixed = mixture_arguments(mixture)
+        attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, mixed, softmax_scale(q_BSHD, scale) * LOG2E)
         return out, lse, unions
     _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
         q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
@@ -95,6 +102,8 @@ def union_forward(
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
         PRECISION=precision(q_BSHD.dtype), COPIED=copied, **settings,
     )  # fmt: skip
+    if mixture is not None:
+        mix(mixture, out)  # the kernel has no registers to spare
     return out, lse, unions
 
 
@@ -128,7 +137,7 @@ def unite_choices(
     )
     padded_tile, padded_slots = next_power_of_2(tile), next_power_of_2(slots)
     _unite_choices[(tiles * batch * groups,)](
-        ids_BSGn, unions.blocks, unions.tokens, unions.counts, unions.rest, packed.token if packed else None, tokens,
+        ids_BSGn, unions.blocks, unions.tokens, unions.counts, unions.rest, packed.block if packed else None, tokens,
         start_argument(start), tiles, most,
         *ids_BSGn.stride()[:3], G=groups, N=slots, BS=padded_slots, L_SEL=spec.l_sel, TILE=tile, BT=padded_tile,
         WORTHWHILE=WORTHWHILE, num_warps=1 if padded_tile * padded_slots <= 512 else 4,
@@ -139,67 +148,63 @@ def unite_choices(
 @PreparedKernel
 @triton.jit(do_not_specialize=["start"])
 def _unite_choices(
-    ids, union_blocks, union_tokens, counts, rest, table, tokens, start, tiles, most, i_b, i_s, i_g,
+    ids, union_blocks, union_tokens, counts, rest, bounds, tokens, start, tiles, most, i_b, i_s, i_g,
     G: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, L_SEL: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
     WORTHWHILE: tl.constexpr,
 ):  # fmt: skip
-    """Take the tile's distinct blocks out one by one, the smallest first. If there are too many, take the first and the
-    two newest of the token in its middle. Without `rest` there are never too many."""
+    """Collect the tile's distinct blocks, ascending, AT_ONCE numbers at a time. If there are too many, take the first
+    and the two newest of the token in its middle. Without `rest` there are never too many."""
     NONE: tl.constexpr = 2147483647
     tile = tl.program_id(0) % tiles
     sequence_group = (tl.program_id(0) // tiles).to(tl.int64)
     sequence, group = sequence_group // G, sequence_group % G
-    element = tl.arange(0, BT * BS)
-    in_tile, slot = element // BS, element % BS
-    token = tile * TILE + in_tile
-    exists = (in_tile < TILE) & (token < tokens) & (slot < N)
-    ids += sequence * i_b + group * i_g
-    choice = tl.load(ids + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
-    if table is None:
-        block = tl.where(choice >= 0, choice * L_SEL, -1)
-    else:
-        first_token = tl.load(table + 4 * token, mask=exists, other=0)
-        first_block = tl.load(table + 4 * token + 2, mask=exists, other=0)
-        block = tl.where(choice >= 0, first_token + (choice - first_block) * L_SEL, -1)
-    token_bit = tl.full((BT * BS,), 1, tl.int64) << in_tile.to(tl.int64)
+    in_tile, slot = tl.arange(0, BT), tl.arange(0, BS)[None, :]
+    token = (tile * TILE + in_tile)[:, None]
+    exists = (in_tile < TILE)[:, None] & (token < tokens) & (slot < N)
+    choice = tl.load(ids + sequence * i_b + group * i_g + token.to(tl.int64) * i_s + slot, mask=exists, other=-1)
     row = sequence_group * tiles + tile
     union_blocks += row * (most + 2)
     union_tokens += row * (most + 2)
-    first_position = tile * TILE
+    seen_whole = tile * TILE + 1  # what ends before is seen whole by every token of the tile
     if start is not None:
-        first_position += read_start(start)
+        seen_whole += read_start(start)
     used = 0
     whole = 0
-    next_block = tl.min(tl.where(block >= 0, block, NONE), 0)
-    if rest is not None:
-        sampled = _sample_of(ids, tile, tokens, i_s, N, BS, TILE)
-        if sampled > most:  # nothing to count
-            used = most + 1
-    while (used <= most) & (next_block < NONE):
-        _note_block(union_blocks + used, union_tokens + used, next_block, block, token_bit)
-        used += 1
-        whole += (next_block + L_SEL <= first_position + 1).to(tl.int32)
-        next_block = tl.min(tl.where(block > next_block, block, NONE), 0)
+    first = _smallest(choice, 0)
+    while (used <= most) & (first < NONE):
+        block = first + tl.arange(0, AT_ONCE)
+        words = _tokens_of_blocks(choice, first, BT)
+        at = used + tl.cumsum((words != 0).to(tl.int32), 0) - 1
+        begin = _first_tokens(block, bounds, words != 0, L_SEL)
+        kept = (words != 0) & (at <= most)
+        tl.store(union_blocks + at, begin, mask=kept)
+        tl.store(union_tokens + at, words, mask=kept)
+        whole += tl.sum((kept & (begin + L_SEL <= seen_whole)).to(tl.int32), 0)
+        used += tl.sum((words != 0).to(tl.int32), 0)
+        first = _smallest(choice, first + AT_ONCE)
     if rest is not None:
         here = tl.minimum(TILE, tokens - tile * TILE)
-        left = tl.zeros((BT * BS,), tl.int32)
-        if (used > most) | (used * here > WORTHWHILE * tl.sum((block >= 0).to(tl.int32), 0)):
+        chosen = choice >= 0
+        left = tl.zeros((BT, BS), tl.int32)
+        if (used > most) | (used * here > WORTHWHILE * tl.sum(tl.sum(chosen.to(tl.int32), 1), 0)):
             used = 0
             whole = 0
-            left = (block >= 0).to(tl.int32)
-            of_middle = (block >= 0) & (in_tile == here // 2)
-            next_block = tl.min(tl.where(of_middle, block, NONE), 0)
-            of_middle &= block >= tl.max(tl.where(of_middle, block, -1), 0) - L_SEL
-            while next_block < NONE:
-                _note_block(union_blocks + used, union_tokens + used, next_block, block, token_bit)
+            left = chosen.to(tl.int32)
+            of_middle = tl.where((in_tile == here // 2)[:, None], choice, -1)
+            newest = tl.max(tl.max(of_middle, 1), 0)
+            block = _smallest(of_middle, 0)
+            while block < NONE:
+                begin = _first_tokens(block, bounds, True, L_SEL)
+                chose = tl.max((choice == block).to(tl.int64), 1)
+                tl.store(union_blocks + used, begin)
+                tl.store(union_tokens + used, tl.sum(chose << in_tile.to(tl.int64), 0))
                 used += 1
-                whole += (next_block + L_SEL <= first_position + 1).to(tl.int32)
-                left = tl.where(block == next_block, 0, left)
-                next_block = tl.min(tl.where(of_middle & (block > next_block), block, NONE), 0)
-        # What is left of a token's choices comes first, in its order; the other places say −1.
-        before = tl.reshape(tl.cumsum(tl.reshape(left, (BT, BS)), 1), (BT * BS,))
-        kept = tl.reshape(tl.broadcast_to(tl.sum(tl.reshape(left, (BT, BS)), 1)[:, None], (BT, BS)), (BT * BS,))
-        place = tl.where(left == 1, before - 1, kept + slot - before)
+                whole += (begin + L_SEL <= seen_whole).to(tl.int32)
+                left = tl.where(choice == block, 0, left)
+                block = _smallest(of_middle, tl.maximum(block + 1, newest - 1))
+        # What is left of a token's choices comes first, in its order; the other places are −1.
+        before = tl.cumsum(left, 1)
+        place = tl.where(left == 1, before - 1, tl.sum(left, 1)[:, None] + slot - before)
         rest += ((sequence * tokens + token) * G + group) * N
         tl.store(rest + place, tl.where(left == 1, choice, -1), mask=exists)
     tl.store(counts + row * 2, used)
@@ -207,23 +212,33 @@ def _unite_choices(
 
 
 @triton.jit
-def _note_block(at_block, at_tokens, next_block, block, token_bit):
-    """Store a block of a union, and which of the tile's tokens chose it."""
-    tl.store(at_block, next_block)
-    tl.store(at_tokens, tl.sum(tl.where(block == next_block, token_bit, 0), 0))
+def _smallest(choice, least):
+    """The smallest block that is chosen, of those from `least` on."""
+    return tl.min(tl.min(tl.where(choice >= least, choice, 2147483647), 1), 0)
 
 
 @triton.jit
-def _sample_of(ids, tile, tokens, i_s, N: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):
-    """How many different blocks four tokens of the tile chose, far apart: no more than the whole tile did."""
-    choice = tl.arange(0, 4 * BS)
-    in_tile = choice // BS * ((TILE - 1) // 3)
-    token = tile * TILE + in_tile
-    exists = (in_tile < TILE) & (token < tokens) & (choice % BS < N)
-    block = tl.load(ids + token.to(tl.int64) * i_s + choice % BS, mask=exists, other=-1)
-    repeated = (block[:, None] == block[None, :]) & (choice[None, :] < choice[:, None])
-    first = (tl.max(repeated.to(tl.int32), 1) == 0) & (block >= 0)
-    return tl.sum(first.to(tl.int32), 0)
+def _first_tokens(block, bounds, exists, L_SEL: tl.constexpr):
+    """Where blocks begin."""
+    begin = block * L_SEL
+    if bounds is not None:
+        begin = tl.load(bounds + 2 * block, mask=exists, other=0)
+    return begin
+
+
+@triton.jit
+def _tokens_of_blocks(choice, first, BT: tl.constexpr):
+    """For AT_ONCE blocks from `first` on, which of the tile's tokens chose each, as the bits of a word."""
+    number = choice - first
+    chosen = (number >= 0) & (number < AT_ONCE)
+    blocks_of_token = tl.sum(tl.where(chosen, 1 << tl.where(chosen, number, 0), 0), 1)  # bits; no token has one twice
+    chose = (blocks_of_token[:, None] >> tl.arange(0, AT_ONCE)[None, :]) & 1
+    token = tl.arange(0, BT)[:, None]
+    if BT <= 32:
+        words = tl.sum(chose << token, 0).to(tl.uint32, bitcast=True).to(tl.int64)
+    else:
+        words = tl.sum(chose.to(tl.int64) << token.to(tl.int64), 0)
+    return words
 
 
 @PreparedKernel

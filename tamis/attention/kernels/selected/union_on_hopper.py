@@ -23,15 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tamis.attention.kernels.banded.hopper import described_heads
 from tamis.attention.kernels.launch import PreparedKernel
 from tamis.attention.kernels.selected.union import Unions
+from tamis.attention.kernels.softmax_on_hopper import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 
 STAGES = 4
 
 
 @gluon.jit
 def _copy_blocks(
-    k, v, union_blocks, used, sequence, group, shared, D: gl.constexpr, STAGES: gl.constexpr,
+    k, v, union_blocks, count, sequence, group, shared, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _, ring, full, empty = shared
+    used = gl.load(count)
     begin = gl.load(union_blocks)
     for step in range(used):
         slot = step % STAGES
@@ -56,23 +58,23 @@ def _hold_queries(q_tile, q, q_s, q_h, tokens, R: gl.constexpr, D: gl.constexpr,
 
 @gluon.jit
 def _attend(
-    q, out, lse, union_blocks, union_tokens, used, whole, tile, sequence, group, tokens, shared, scale, q_s, q_h,
-    G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
+    q, out, lse, mixture, union_blocks, union_tokens, count, tile, sequence, group, tokens, shared, scale, q_s,
+    q_h, G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of half of a tile's rows; the running softmax is that of `union.py`."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     held, ring, full, empty = shared
     q_tile = held.index(PART)
+    used, whole, next_tokens = gl.load(count), gl.load(count + 1), gl.load(union_tokens)
     _hold_queries(q_tile, q, q_s, q_h, tokens - tile * (128 // R), R, D, PART)
     row = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     in_tile = row // R
     token = tile * (128 // R) + in_tile
     zero = gl.zeros([64, 64], gl.float32, ACC)
     top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
-    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
+    sums = gl.zeros([64, 8], gl.float32, layout_of_sums())
     acc = gl.zeros([64, D], gl.float32, ACC)
-    next_tokens = gl.load(union_tokens)
     for step in range(used):
         slot = step % STAGES
         chosen = ((next_tokens >> in_tile.to(gl.int64)) & 1) == 1
@@ -84,39 +86,64 @@ def _attend(
         if step >= whole:
             key = gl.load(union_blocks + step) + gl.arange(0, 64, layout=gl.SliceLayout(0, ACC))
             s = gl.where((key < tokens)[None, :] & (key[None, :] <= token[:, None]), s, float("-inf"))
-        block_top = gl.max(s, 1) * scale
+        block_top = max_of_rows(s, gl.SliceLayout(1, ACC)) * scale
         chosen = chosen & (block_top > float("-inf"))
         new_top = gl.where(chosen, gl.maximum(top, block_top), top)
         p = gl.exp2(s * scale - gl.where(chosen, new_top, float("inf"))[:, None])
         decay = gl.exp2(top - gl.where(new_top == float("-inf"), 0.0, new_top))
-        total = total * decay + gl.sum(p, 1)
+        sums = add_to_sums(sums, decay, p)
         top = new_top
         weights = gl.convert_layout(p.to(q_tile.dtype), LEFT)
         acc = warpgroup_mma(weights, v_tile, acc * decay[:, None], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(slot))
+    total = total_of_sums(sums, gl.SliceLayout(1, ACC))
     live = (row < 128 // R * R) & (token < tokens)
-    acc = acc * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
-    head = group * R + row % R
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, ACC))[None, :]
-    at = ((sequence.to(gl.int64) * tokens + token) * (G * R) + head)[:, None] * D + column
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=live[:, None])
     natural = (top + gl.log2(total)) * 0.6931471805599453  # ln 2
-    gl.store(lse + (sequence.to(gl.int64) * (G * R) + head) * tokens + token, natural, mask=live)
+    gl.store(lse + (sequence.to(gl.int64) * (G * R) + group * R + row % R) * tokens + token, natural, mask=live)
+    acc = acc * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
+    _store_output(out, mixture, acc.to(out.dtype.element_ty), tile, sequence, group, tokens, G, R, D, PART)
+
+
+@gluon.jit
+def _store_output(
+    out, mixture, rows, tile, sequence, group, tokens,
+    G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Store half of a tile's rows, and mix them with the other branches as `store_mixture` does."""
+    WRITE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sel = gl.convert_layout(rows, WRITE)
+    row = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WRITE))
+    token = tile * (128 // R) + row // R
+    live = (row < 128 // R * R) & (token < tokens)
+    row = (sequence.to(gl.int64) * tokens + token) * (G * R) + group * R + row % R
+    at = row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, WRITE))[None, :]
+    gl.store(out + at, sel, mask=live[:, None])
+    mixed, gates, cmp, win = mixture
+    if mixed is not None:
+        acc = _gate_of(gates, row, live) * gl.load(cmp + at, mask=live[:, None], other=0.0).to(gl.float32)
+        acc += _gate_of(gates + 1, row, live) * sel.to(gl.float32)
+        acc += _gate_of(gates + 2, row, live) * gl.load(win + at, mask=live[:, None], other=0.0).to(gl.float32)
+        gl.store(mixed + at, acc.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@gluon.jit
+def _gate_of(gates, row, live):
+    return gl.load(gates + row * 3, mask=live, other=0.0).to(gl.float32)[:, None]
 
 
 @PreparedKernel
 @gluon.jit(do_not_specialize=["tiles", "capacity"])
 def attend_unions(
-    q, union_blocks, union_tokens, counts, out, lse, k, v, tokens, tiles, capacity, scale, q_b, q_s, q_h,
-    G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q, union_blocks, union_tokens, counts, out, lse, mixed, gates, cmp, win, k, v, tokens, tiles, capacity, scale, q_b,
+    q_s, q_h, G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `_forward_tiles` from position 0 on, for blocks of 64 keys; k and v are descriptors of [B,tokens,G·D]."""
     group = gl.program_id(0) % G
     tile = tiles - 1 - gl.program_id(0) // G % tiles  # the last tokens see the most keys: longest first
     sequence = gl.program_id(0) // G // tiles
     index = (sequence * G + group).to(gl.int64) * tiles + tile
-    used, whole = gl.load(counts + index * 2), gl.load(counts + index * 2 + 1)
+    count = counts + index * 2
     union_blocks += index * capacity
     union_tokens += index * capacity
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -130,23 +157,25 @@ def attend_unions(
     fence_async_shared()
     q += sequence.to(gl.int64) * q_b + (tile * (128 // R)).to(gl.int64) * q_s + group * R * q_h
     shared = (held, ring, full, empty)
+    mixture = (mixed, gates, cmp, win)
     gl.warp_specialize([
-        (_attend, (q, out, lse, union_blocks, union_tokens, used, whole, tile, sequence, group, tokens, shared, scale,
-                   q_s, q_h, G, R, D, STAGES, 0)),
-        (_attend, (q, out, lse, union_blocks, union_tokens, used, whole, tile, sequence, group, tokens, shared, scale,
-                   q_s, q_h, G, R, D, STAGES, 1)),
-        (_copy_blocks, (k, v, union_blocks, used, sequence, group, shared, D, STAGES)),
+        (_attend, (q, out, lse, mixture, union_blocks, union_tokens, count, tile, sequence, group, tokens, shared,
+                   scale, q_s, q_h, G, R, D, STAGES, 0)),
+        (_attend, (q, out, lse, mixture, union_blocks, union_tokens, count, tile, sequence, group, tokens, shared,
+                   scale, q_s, q_h, G, R, D, STAGES, 1)),
+        (_copy_blocks, (k, v, union_blocks, count, sequence, group, shared, D, STAGES)),
     ], [4, 1], [104, 24])  # fmt: skip
 
 
 def attend_on_hopper(
-    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, unions: Unions, out_BSHD: Tensor, lse_BHS: Tensor, scale: float
+    q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, unions: Unions, out_BSHD: Tensor, lse_BHS: Tensor,
+    mixture: tuple[Tensor | None, ...], scale: float,
 ) -> None:  # fmt: skip
-    """Write output and log-sum-exp over the unions; `scale` includes log2(e)."""
+    """Write output and log-sum-exp over the unions, and the mixture; `scale` includes log2(e)."""
     batch, tokens, heads, dim = q_BSHD.shape
     groups, (tiles, capacity) = k_BSGD.shape[2], unions.blocks.shape[2:]
     attend_unions[(tiles * batch * groups,)](
-        q_BSHD, unions.blocks, unions.tokens, unions.counts, out_BSHD, lse_BHS, described_heads(k_BSGD),
+        q_BSHD, unions.blocks, unions.tokens, unions.counts, out_BSHD, lse_BHS, *mixture, described_heads(k_BSGD),
         described_heads(v_BSGD), tokens, tiles, capacity, scale, *q_BSHD.stride()[:3],
         G=groups, R=heads // groups, D=dim, STAGES=STAGES, num_warps=4, maxnreg=80,
     )  # fmt: skip
