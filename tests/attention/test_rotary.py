@@ -1,13 +1,17 @@
 """Rotary positions against their definition, and the kernel that splits and rotates heads against plain PyTorch."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tamis.attention.rotary import Rotary, _split_heads, split_heads
 from tests.attention.devices import DEVICE
+
+# After devices, which sets up the interpreter.
+from tamis.attention.kernels import split_heads as kernels  # isort: skip
+from tamis.attention.rotary import Rotary, _split_heads, split_heads  # isort: skip
 
 DIM, LENGTH = 16, 4096
 PARTS = [
@@ -15,6 +19,20 @@ PARTS = [
     ([6, 1, 1, 1, 1, 1, 1], [True, False, False, True, False, True, False]),
     ([1], [False]),
 ]
+
+
+class Launches:
+    """A kernel that keeps the constants of its launches."""
+
+    def __init__(self, kernel: Any, constants: list[dict[str, Any]]) -> None:
+        self.kernel, self.constants = kernel, constants
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.constants.append(constants)
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
 
 
 def problem(batch: int, length: int, dim: int, sizes: list[int]) -> tuple[Tensor, Rotary]:
@@ -42,6 +60,21 @@ def test_kernel_equals_pytorch_in_value_and_gradient(
     seeds = [torch.randn_like(part) for part in expected]
     got, wanted = (torch.autograd.grad(parts, merged, seeds) for parts in (measured, expected))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "offset", "bytes_"), [(16, 0, 16), (16, 1, 4), (16, 2, 8), (2, 0, 8)])
+def test_gradients_may_begin_anywhere_and_the_compiler_is_given_their_true_alignment(
+    dim: int, offset: int, bytes_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, rotated = PARTS[0]
+    merged, rotary = problem(1, 9, dim, sizes)
+    parts = plain(merged, rotary, sizes, rotated)
+    seeds = [torch.randn(part.numel() + offset, device=DEVICE)[offset:].view_as(part) for part in parts]
+    launches: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernels, "_join_kernel", Launches(kernels._join_kernel, launches))
+    joined = kernels.join_heads_rows(seeds, rotary.cos, rotary.sin, rotated)
+    torch.testing.assert_close(joined, torch.autograd.grad(parts, merged, seeds)[0], rtol=1e-6, atol=1e-6)
+    assert [launch["ALIGNED"] for launch in launches] == [bytes_]
 
 
 def test_the_plain_path_gives_the_same_parts() -> None:

@@ -6,6 +6,7 @@ A row is one head of one token; a part holds the rows of its heads alone. Every 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def _launch(
 ) -> None:
     B, S, C, D = merged_BSCD.shape
     rows, tile = B * S * C, ROWS[merged_BSCD.dtype]
+    # Of every row of every part. Triton from 3.8 on does not derive it where an address is chosen by a condition.
+    aligned = gcd(16, D * merged_BSCD.element_size(), *(part.data_ptr() for part in parts))
     kernel[(cdiv(rows, tile),)](
         merged_BSCD,
         tuple(parts),
@@ -54,6 +57,7 @@ def _launch(
         HALF=D // 2,
         WIDTH=next_power_of_2(D // 2),
         ROWS=tile,
+        ALIGNED=aligned,
         num_warps=WARPS,
     )
 
@@ -86,7 +90,9 @@ def _angles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rows_of_parts(parts, token, head, SIZES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of_parts(  # type: ignore[no-untyped-def]
+    parts, token, head, SIZES: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Return where each row begins in its part: one address to read or write, not one of every part with a mask."""
     at = parts[0] + (token * SIZES[0] + head).to(tl.int64) * (2 * HALF)
     first = SIZES[0]
@@ -94,19 +100,19 @@ def _rows_of_parts(parts, token, head, SIZES: tl.constexpr, HALF: tl.constexpr):
         of_part = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF)
         at = tl.where(head >= first, of_part, at)
         first += SIZES[part]
-    return at
+    return tl.multiple_of(at, (ALIGNED, ALIGNED))  # bytes
 
 
 @triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
     merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
-    target = _rows_of_parts(parts, token, head, SIZES, HALF) + column
+    target = _rows_of_parts(parts, token, head, SIZES, HALF, ALIGNED) + column
     tl.store(target, (a * c - b * s).to(merged.dtype.element_ty), mask=inside)
     tl.store(target + HALF, (b * c + a * s).to(merged.dtype.element_ty), mask=inside)
 
@@ -114,10 +120,10 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
     merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
-    source = _rows_of_parts(parts, token, head, SIZES, HALF) + column
+    source = _rows_of_parts(parts, token, head, SIZES, HALF, ALIGNED) + column
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
