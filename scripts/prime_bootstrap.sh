@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the pinned dependencies; it may run any number of times. `--test` adds what the tests need.
+# `--own-torch` installs the torch and triton that the kernels were measured with, whatever the machine has.
 # `--from-script` leaves out what to do next: the script that calls this one does it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,11 +9,13 @@ say() { echo "[bootstrap] $*"; }
 fail() { echo "[bootstrap] error: $*" >&2; exit 1; }
 
 extras="[all]" next="bash scripts/train_m7c_prime.sh (to type tamis, torchrun or tensorboard, first: . .venv/bin/activate)"
+own_torch=""
 for word in "$@"; do
   case "$word" in
     --test) extras="[test]" ;;
+    --own-torch) own_torch=yes ;;
     --from-script) next="" ;;
-    *) fail "unknown argument $word (only --test is known)" ;;
+    *) fail "unknown argument $word (--test and --own-torch are known)" ;;
   esac
 done
 
@@ -43,12 +46,17 @@ choose_build() {
 }
 
 # A CUDA torch that is already there, new enough and able to use the GPUs, if any, saves a download of several gigabytes.
+# Prints its version and that of triton.
 machine_torch() {
   "$1" - ${build:+"$build"} <<'PY' 2>/dev/null || true
 import re, sys, torch
+try:
+    from triton import __version__ as triton
+except ImportError:
+    triton = "the newest"  # which pip installs
 new_enough = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 10)
 if new_enough and torch.version.cuda and (torch.cuda.is_available() or not sys.argv[1:]):
-    print(torch.__version__)
+    print(torch.__version__, triton)
 PY
 }
 
@@ -69,7 +77,7 @@ build="" driver=""
 command -v nvidia-smi >/dev/null && choose_build
 stamp=$(cat pyproject.toml constraints.txt scripts/prime_bootstrap.sh | sha256sum | cut -c1-16)
 # An environment with the test extras also holds all others.
-if [ -x .venv/bin/tamis ] && grep -qxF -e "$stamp [test]" -e "$stamp $extras" .venv/.tamis-stamp 2>/dev/null; then
+if [ -z "$own_torch" ] && [ -x .venv/bin/tamis ] && grep -qxF -e "$stamp [test]" -e "$stamp $extras" .venv/.tamis-stamp 2>/dev/null; then
   say ".venv is up to date"
   show_gpus
   exit 0
@@ -77,18 +85,22 @@ fi
 
 python=$(find_python)
 say "using $("$python" --version) at $(command -v "$python")"
-found=$(machine_torch "$python")
+found="" triton="" measured=$(grep '^#gpu triton==' constraints.txt | cut -d= -f3)
+[ -n "$own_torch" ] || read -r found triton < <(machine_torch "$python") || true
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 index=()
 if [ -n "$found" ]; then
   say "reusing the machine's torch $found (pip may name conflicts among packages that Tamis does not use)"
+  [ "$triton" = "$measured" ] || say "the kernels were measured with triton $measured, not $triton, and may be slower here:" \
+    "bash scripts/prime_bootstrap.sh --own-torch installs that one and its torch (several gigabytes)"
   [ -x .venv/bin/python ] || "$python" -m venv --system-site-packages .venv
   # A torch that lives in an environment of its own is no system package: add its folder to the path.
   .venv/bin/python -c 'import torch' 2>/dev/null || site_of_torch "$python" >"$(site_packages)/machine_torch.pth"
   grep -viE '^(torch|triton|numpy|setuptools)==' constraints.txt >"$constraints"
 else
   [ -x .venv/bin/python ] || "$python" -m venv .venv
+  [ -z "$own_torch" ] || rm -f "$(site_packages)/machine_torch.pth"  # of an earlier call that reused a torch
   cp constraints.txt "$constraints"
   if command -v nvidia-smi >/dev/null; then
     {

@@ -163,11 +163,11 @@ def test_bootstrap_stops_where_no_torch_runs_with_the_driver(bare_machine: Path)
     assert not (bare_machine / ".venv" / ".tamis-stamp").exists()
 
 
-HAS_TORCH_IN_AN_ENVIRONMENT = """
+HAS_TORCH_IN_AN_ENVIRONMENT = r"""
 case "$*" in
   --version) echo "Python 3.12.0" ;;
   "-m venv"*) mkdir -p .venv/bin .venv/site && cp "$(dirname "$0")/venv_python" .venv/bin/python ;;
-  -) echo 2.11.0 ;;
+  -|-\ cu130) echo 2.15.0 3.9.0 ;;
   *torch.__file__*) echo /opt/other/site-packages ;;
 esac
 """
@@ -185,8 +185,30 @@ def test_bootstrap_reuses_a_torch_that_lives_in_another_environment(bare_machine
     write_script(bare_machine / "path" / "venv_python", SEES_TORCH_ONLY_BY_A_PTH_FILE)
     done = bootstrap(bare_machine)
     assert done.returncode == 0, done.stderr
-    assert "reusing the machine's torch 2.11.0" in done.stdout
+    assert "reusing the machine's torch 2.15.0" in done.stdout
+    assert "measured with triton 3.6.0, not 3.9.0, and may be slower here" in done.stdout
     assert (bare_machine / ".venv" / "site" / "machine_torch.pth").read_text() == "/opt/other/site-packages\n"
+
+
+def test_bootstrap_can_replace_the_torch_of_the_machine_by_the_one_that_was_measured(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", HAS_TORCH_IN_AN_ENVIRONMENT)
+    write_script(bare_machine / "path" / "venv_python", SEES_TORCH_ONLY_BY_A_PTH_FILE + RECORDS_PINS)
+    write_gpu(bare_machine, driver="580.65.06")
+    pins = bare_machine / ".venv" / "pins"
+    bootstrap(bare_machine)
+    assert "\ntriton==" not in pins.read_text()
+    replaced = bootstrap(bare_machine, "--own-torch")
+    assert replaced.returncode == 0, replaced.stderr
+    assert "reusing" not in replaced.stdout and "up to date" not in replaced.stdout
+    assert {"torch==2.11.0", "triton==3.6.0"} <= {*pins.read_text().splitlines()}
+    assert not (bare_machine / ".venv" / "site" / "machine_torch.pth").exists()
+    assert "up to date" in bootstrap(bare_machine).stdout
+
+
+def test_bootstrap_is_silent_about_a_triton_that_was_measured(bare_machine: Path) -> None:
+    write_script(bare_machine / "path" / "python3", HAS_TORCH_IN_AN_ENVIRONMENT.replace("3.9.0", "3.6.0"))
+    write_script(bare_machine / "path" / "venv_python", SEES_TORCH_ONLY_BY_A_PTH_FILE)
+    assert "may be slower" not in bootstrap(bare_machine).stdout
 
 
 def test_bootstrap_refuses_words_it_does_not_know(bare_machine: Path) -> None:

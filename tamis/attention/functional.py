@@ -232,12 +232,17 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per
         return f"attention: reference in plain PyTorch, because {reason}"
     if device.type == "cpu":
         return "attention: Triton kernels in the interpreter, on the CPU"
-    from tamis.attention.kernels.launch import padded
+    import triton
+
+    from tamis.attention.kernels.launch import MEASURED_WITH, padded
     from tamis.attention.kernels.tuned import file_in_use
 
     arch, file = "".join(map(str, capability(device))), file_in_use(device, dtype, padded(dim), heads_per_group)
     tiles = f", with the tiles of {file}" if file else ""
-    return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch}){tiles}"
+    other = "" if triton.__version__.startswith(MEASURED_WITH) else (
+        f"; they were measured with triton {MEASURED_WITH}x, not {triton.__version__}, and may be slower"
+    )  # fmt: skip
+    return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch}){tiles}{other}"
 
 
 def _use_kernels(q: Tensor, backend: Backend, groups: int) -> bool:

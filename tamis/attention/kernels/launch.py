@@ -23,8 +23,8 @@ FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
 MOST_SIDE_TOKENS = 131072  # of a call with a side stream: longer ones gain little, and use memory of two pools
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
-GLUON_PROVED_WITH = ("3.6.",)  # versions of Triton
-LAUNCHER_PROVED_WITH = ("3.6.",)
+MEASURED_WITH = "3.6."  # the Triton whose code was timed and proved on a GPU
+GLUON_PROVED_WITH = LAUNCHER_PROVED_WITH = (MEASURED_WITH,)
 NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))
 # Arguments that a launcher takes as they are; the others are tensors (`isinstance(x, Tensor)` is slow). A module whose
 # prepared kernels take descriptors adds their type.

@@ -28,9 +28,8 @@ from tamis.attention.packing import PackedTables, table_sizes
 from tamis.attention.spec import NSASpec
 from tests.attention.compiled.record import RECORD, Measured, Needs, use_record
 
-TUNED_WITH = "3.6."  # the Triton whose code was measured; there no kernel that may not spill does
 # Bytes of spilled registers. Triton 3.7.1 spills 16 of the selected branch's backward kernel and of the decode kernel.
-MOST_STACK = 0 if triton.__version__.startswith(TUNED_WITH) else 16
+MOST_STACK = 0 if triton.__version__.startswith(launch.MEASURED_WITH) else 16
 PATIENCE_S = 850  # a busy machine compiles slowly; a hang must still end
 
 

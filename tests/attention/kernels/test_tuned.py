@@ -67,6 +67,9 @@ def test_the_line_that_names_the_kernels_names_the_file_of_their_tiles(
     write_tiles(file, H200, SHAPE, {"forward": OTHER})
     assert functional.describe("cuda", torch.bfloat16, 64, 6).endswith(f"(sm_90), with the tiles of {file}")
     assert functional.describe("cuda", torch.bfloat16, 64, 4).endswith("(sm_90)")
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    warned = functional.describe("cuda", torch.bfloat16, 64, 4)
+    assert warned.endswith("(sm_90); they were measured with triton 3.6.x, not 3.9.0, and may be slower")
 
 
 def test_shapes_and_gpu_models_are_stored_next_to_each_other(file: Path) -> None:
