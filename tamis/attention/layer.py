@@ -20,6 +20,7 @@ from tamis.attention.spec import NSASpec, Start, latest_start
 
 ROTATED = [True, False, True, False, True, False, False]  # of the parts: queries, keys of the selected and the window
 DEFAULT_MAX_LEN = 32768
+AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class NSAAttention(nn.Module):
@@ -87,15 +88,16 @@ class NSAAttention(nn.Module):
         if x_BSE.shape[1] > self.max_len and cu_seqlens is None:
             raise ValueError(f"{x_BSE.shape[1]} tokens are more than max_len={self.max_len} of this layer")
         row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
-        cos, sin = self.rotary.tables(row)
-        q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, cos, sin)
+        inputs = self.attention_inputs(x_BSE, row)
+        mixed = nsa_attention(*inputs, self.spec, self.backend, cu_seqlens=row, max_seqlen=self.max_len)
+        return self.out(mixed.flatten(2)), inputs[-1]
+
+    def attention_inputs(self, x_BSE: Tensor, row: PackedRow | None = None) -> AttentionInputs:
+        """Return the tensor arguments of `nsa_attention`: queries, keys and values of each branch, gates."""
+        q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, *self.rotary.tables(row))
         gates = self.gates(logits.flatten(2))
         k_cmp, v_cmp = self._compressed(to_compress, row)
-        mixed = nsa_attention(
-            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self.spec, self.backend,
-            cu_seqlens=row, max_seqlen=self.max_len,
-        )  # fmt: skip
-        return self.out(mixed.flatten(2)), gates
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
 
     def _compressed(self, to_compress_BSCD: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:
         kv = to_compress_BSCD.unflatten(2, (2, self.groups))

@@ -10,14 +10,19 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tamis.attention import functional as backend
 from tamis.attention.verify import verify
 from tamis.bench import branches
 from tamis.bench.branches import SHAPES, Shape, Timed
+from tamis.bench.choices import count_choices
+from tamis.bench.model_inputs import layer_inputs, load_trained, shape_of_model
+from tamis.generate.load import LoadedModel
 
 REFERENCE_UP_TO = 2048
 
@@ -33,25 +38,28 @@ def measure_attention(
     repeats: int = 7,
     device: str | None = None,
     graph: bool = False,
+    model: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every shape at every length; prints the tables, returns the document.
 
     With `graph` every call is replayed from a CUDA graph, as training does; else calls are queued one behind the other.
+    With a trained `model`, the shape is the model's, and its layers are measured on held-out text too.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     if graph and place.type != "cuda":
         raise ValueError("CUDA graphs need a GPU: leave --graph out")
+    trained = load_trained(model, max(lengths), place.type) if model else None
     ceilings = measure_ceilings(place, dtype)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     print(f"{name}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
     print(f"ceilings measured here: {ceilings['tflops']:.0f} TFLOP/s matmul, {ceilings['tb_per_s']:.2f} TB/s copy")
     rows = []
-    for shape in (SHAPES[s] for s in shapes):
+    for shape in [shape_of_model(trained)] if trained else [SHAPES[s] for s in shapes]:
         check_agreement(shape, place, dtype)
         mine = []
         for length in lengths:
-            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings, graph)
+            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings, graph, trained)
             print(f"{length:,} tokens, both directions: {_summary(mine, length)}", flush=True)
         print_tables(shape, lengths, mine)
         rows += mine
@@ -87,9 +95,20 @@ def measure_length(
     repeats: int,
     ceilings: dict,
     graph: bool = False,
+    trained: LoadedModel | None = None,
 ) -> list[dict[str, Any]]:
     batch = max(1, tokens // length)
     floor = branches.least_work(shape, batch, length, dtype.itemsize)
+
+    def measure_choices(inputs: list[Tensor], choices: str) -> list[dict[str, Any]]:
+        whole = measure(branches.whole(shape, inputs, choices), place, repeats, graph)
+        for direction, (flops, size) in floor.items():
+            least_ms = max(flops / (ceilings["tflops"] * 1e12), size / (ceilings["tb_per_s"] * 1e12)) * 1e3
+            if whole[f"{direction}_ms"]:
+                whole[f"{direction}_of_roofline"] = round(least_ms / whole[f"{direction}_ms"], 3)
+        whole |= count_choices(inputs, shape.spec)
+        return [whole, *(measure(x, place, repeats, graph) for x in branches.parts(shape, inputs, choices))]
+
     rows = []
     for choices in ("random", "clustered"):
         inputs = branches.make_inputs(shape, batch, length, place, dtype, clustered=choices == "clustered")
@@ -97,18 +116,24 @@ def measure_length(
             rows += [measure(x, place, repeats, graph) for x in branches.dense(inputs)]
             if length <= REFERENCE_UP_TO:
                 rows.append(measure(branches.plain_reference(shape, inputs), place, 1))
-        whole = measure(branches.whole(shape, inputs, choices), place, repeats, graph)
-        for direction, (flops, size) in floor.items():
-            least_ms = max(flops / (ceilings["tflops"] * 1e12), size / (ceilings["tb_per_s"] * 1e12)) * 1e3
-            if whole[f"{direction}_ms"]:
-                whole[f"{direction}_of_roofline"] = round(least_ms / whole[f"{direction}_ms"], 3)
-        rows += [whole, *(measure(x, place, repeats, graph) for x in branches.parts(shape, inputs, choices))]
+        rows += measure_choices(inputs, choices)
+    if trained:
+        layers = [measure_choices(inputs, "trained") for inputs in layer_inputs(trained, batch, length)]
+        rows += [mean_of_layers(same) for same in zip(*layers, strict=True)]
     cudnn = rows[0]
     for row in rows:
         row |= {"shape": shape.name, "length": length, "batch": batch}
         if row["both_ms"] and cudnn["both_ms"]:
             row["both_over_cudnn"] = round(row["both_ms"] / cudnn["both_ms"], 3)
     return rows
+
+
+def mean_of_layers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of every number that all layers have, and the layers' own rows."""
+    numbers = [key for key in rows[0] if all(isinstance(row.get(key), int | float) for row in rows)]
+    mean = {key: round(statistics.fmean(row[key] for row in rows), 4) for key in numbers}
+    named = {"name": rows[0]["name"], "choices": rows[0]["choices"], "forward_ms": None, "both_ms": None}
+    return {**named, **mean, "layers": list(rows)}
 
 
 def measure(timed: Timed, place: torch.device, repeats: int, graph: bool = False) -> dict[str, Any]:
@@ -184,6 +209,8 @@ def print_tables(shape: Shape, lengths: Sequence[int], rows: list[dict[str, Any]
         ("forward + backward over dense cudnn", "both_over_cudnn"),
         ("peak memory of forward + backward above the inputs, GiB", "peak_gib"),
         ("share of the measured roofline, forward + backward", "both_of_roofline"),
+        ("different blocks that a tile of neighbouring queries chooses", "union_blocks"),
+        ("share of tiles that walk them as a union", "union_tiles"),
     ):
         names = list(dict.fromkeys((r["name"], r["choices"]) for r in rows if r.get(key) is not None))
         if not names:

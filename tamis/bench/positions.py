@@ -61,8 +61,11 @@ def measure_positions(
 def held_out(config: Config, length: int, sequences: int) -> Tensor:
     """Return `[sequences, length + 1]` tokens of held-out documents."""
     tree = config.model_dump()
-    tree["train"] |= {"seq_len": length, "batch_size": 1, "eval_batches": sequences}
+    lengths = {"seq_len": length, "length_schedule": [], "batch_tokens": None}
+    tree["train"] |= {**lengths, "batch_size": 1, "eval_batches": sequences}
     batches = validation_batches(build_config(tree))
+    if not batches:
+        raise ValueError("the run held out no text: name one that was trained with data.val_fraction above 0")
     return torch.cat([torch.from_numpy(batch) for batch in batches]).long()
 
 

@@ -86,6 +86,10 @@ def bench_attention(
         Literal["m7c", "paper", "both"] | None,
         typer.Option(help="heads, groups and sizes to measure; both on a GPU, m7c on a CPU"),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="a run, checkpoint or export: measure its shape, and its layers on the text it held out"),
+    ] = None,
     lengths: Lengths = None,
     tokens: Tokens = None,
     repeats: Repeats = None,
@@ -96,8 +100,17 @@ def bench_attention(
 ) -> None:
     """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
 
-    Example: tamis bench attention --shape m7c --length 8192
+    Inputs are random, and random with neighbouring queries that choose alike. The time depends on what is chosen: with
+    a trained model, its NSA layers are also timed on text that it held out, and the table has their mean.
+
+    Examples:
+
+      tamis bench attention --shape m7c --length 8192
+
+      tamis bench attention --model artifacts/m7c_125m --length 2048     on the choices of a trained model
     """
+    if shape and model:
+        raise ValueError("--model has a shape of its own: leave --shape out")
     loading_torch()
     from tamis.bench.attention import measure_attention
     from tamis.bench.sizes import default_sizes
@@ -106,7 +119,7 @@ def bench_attention(
     shapes = sizes.shapes if shape is None else ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
         rows = measure_attention(
-            shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device, graph
+            shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device, graph, model
         )
     print(json.dumps(rows))
 

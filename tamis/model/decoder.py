@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -163,6 +164,21 @@ class Decoder(nn.Module):
                 statistics.append(block_statistics)
         hidden = self.norm.of_sum(x, branch)[1].view(*tokens_BS.shape, -1)
         return hidden, torch.stack(statistics) if statistics else None
+
+    @torch.no_grad()
+    def nsa_layers(self, tokens_BS: Tensor, row: PackedRow | None = None) -> Iterator[tuple[NSAAttention, Tensor]]:
+        """Yield each NSA layer with its input `[B,S,E]`; blocks run outside compiled code and CUDA graphs.
+
+        Their parameters must be whole.
+        """
+        x = self.embedding(tokens_BS)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        branch = torch.zeros_like(x)
+        for block in self._blocks():
+            if isinstance(block.attention, NSAAttention):
+                yield block.attention, block.attention_norm.of_sum(x, branch)[1]
+            x, branch, _ = block.forward(x, branch, row)
 
     def packed_row(self, cu_seqlens: Tensor | None, tokens: int) -> PackedRow | None:
         """Return the packed documents of so many tokens as all layers read them."""

@@ -6,14 +6,11 @@ that has learned to choose from one that chooses at random, and from one that al
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
-from tamis.attention.layer import NSAAttention
-from tamis.model.decoder import Block, Decoder
+from tamis.model.decoder import Decoder
 
 QUERIES = 256  # sampled from the second half of the sequence, each with its neighbour
 SELECTION_STATISTICS = ("distinct", "distance", "likeness")
@@ -23,23 +20,16 @@ SELECTION_STATISTICS = ("distinct", "distance", "likeness")
 def selection_statistics(decoder: Decoder, tokens_1S: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return SELECTION_STATISTICS per NSA layer, `[layers, 3]` on the device; NaN where a layer has no choice.
 
-    Blocks run outside compiled code and CUDA graphs, and their parameters must be whole. Of packed documents the
-    longest is measured, whose offsets the host reads.
+    The parameters must be whole. Of packed documents the longest is measured, whose offsets the host reads.
     """
     row, document = decoder.packed_row(cu_seqlens, tokens_1S.shape[1]), slice(None)
     if cu_seqlens is not None:
         longest = int(cu_seqlens.diff().argmax())
         document = slice(int(cu_seqlens[longest]), int(cu_seqlens[longest + 1]))
-    x = decoder.embedding(tokens_1S)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    branch, found = torch.zeros_like(x), []
-    for block in cast(list[Block], decoder.blocks):
-        if isinstance(block.attention, NSAAttention):
-            normed = block.attention_norm.of_sum(x, branch)[1]
-            chosen = block.attention.selected_blocks(normed, row)[:, document]
-            found.append(choice_statistics(chosen, block.attention.spec))
-        x, branch, _ = block.forward(x, branch, row)
+    found = [
+        choice_statistics(layer.selected_blocks(normed, row)[:, document], layer.spec)
+        for layer, normed in decoder.nsa_layers(tokens_1S, row)
+    ]
     return torch.stack(found)
 
 

@@ -19,7 +19,7 @@ from tests.generate.test_sample import small_config, small_model
 def checkpoint(folder: Path) -> Path:
     tree = small_config().model_dump()
     tree["data"] |= {"dataset": "sample", "val_fraction": 0.05}
-    tree["train"]["seq_len"] = 48
+    tree["train"] |= {"seq_len": 48, "length_schedule": [16, 48], "batch_tokens": 96}  # none of which a bench follows
     torch.manual_seed(0)
     return save(folder, Decoder(build_config(tree)))
 
