@@ -100,14 +100,14 @@ def bench_attention(
 ) -> None:
     """Time sparse attention, whole and in parts, and PyTorch's dense attention; reports only if the kernels agree.
 
-    Inputs are random, and random with neighbouring queries that choose alike. The time depends on what is chosen: with
-    a trained model, its NSA layers are also timed on text that it held out, and the table has their mean.
+    Inputs are random, and random with neighbouring queries that choose alike. With a trained model, its NSA layers
+    are also timed on text that it held out; the table has their mean.
 
     Examples:
 
       tamis bench attention --shape m7c --length 8192
 
-      tamis bench attention --model artifacts/m7c_125m --length 2048     on the choices of a trained model
+      tamis bench attention --model artifacts/m7c_125m --length 2048
     """
     if shape and model:
         raise ValueError("--model has a shape of its own: leave --shape out")
