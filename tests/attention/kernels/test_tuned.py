@@ -64,6 +64,7 @@ def test_the_line_that_names_the_kernels_names_the_file_of_their_tiles(
 ) -> None:
     monkeypatch.setattr(functional, "capability", lambda device: H200.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200.name)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
     write_tiles(file, H200, SHAPE, {"forward": OTHER})
     assert functional.describe("cuda", torch.bfloat16, 64, 6).endswith(f"(sm_90), with the tiles of {file}")
     assert functional.describe("cuda", torch.bfloat16, 64, 4).endswith("(sm_90)")
