@@ -239,9 +239,8 @@ def describe(device: torch.device | str, dtype: torch.dtype, dim: int, heads_per
 
     arch, file = "".join(map(str, capability(device))), file_in_use(device, dtype, padded(dim), heads_per_group)
     tiles = f", with the tiles of {file}" if file else ""
-    other = "" if triton.__version__.startswith(MEASURED_WITH) else (
-        f"; they were measured with triton {MEASURED_WITH}x, not {triton.__version__}, and may be slower"
-    )  # fmt: skip
+    known, version = triton.__version__.startswith(MEASURED_WITH), triton.__version__
+    other = "" if known else f"; they were measured with triton {MEASURED_WITH}x, not {version}, and may be slower"
     return f"attention: Triton kernels on {torch.cuda.get_device_name(device)} (sm_{arch}){tiles}{other}"
 
 

@@ -20,7 +20,7 @@ def count_choices(inputs: list[Tensor], spec: NSASpec) -> dict[str, float]:
 
 
 def count_blocks(ids_BSGn: Tensor, spec: NSASpec, heads_per_group: int) -> dict[str, float]:
-    """The same, from the block ids; tiles are those of the kernel for Hopper."""
+    """The same, from the block ids; tiles are those of the kernel for Hopper at head dim 64."""
     # Here, because they import Triton.
     from tamis.attention.kernels.selected.pairs import DENSE_UP_TO
     from tamis.attention.kernels.selected.union import MOST_TOKENS, ROWS_IN_GLUON, WORTHWHILE
