@@ -12,11 +12,11 @@ import re
 import warnings
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
 
 from tamis.config.addresses import address, shown_address
 from tamis.config.vocabulary import VOCABULARY
+from tamis.config.yaml_file import write_value
 
 VOCABULARY_MULTIPLE = 128  # the output matrix is padded to this for tensor cores; padding is never predicted
 
@@ -396,4 +396,4 @@ class Config(Section):
         return hash(self.hash)  # the default would refuse keys that hold lists
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return write_value(self.model_dump())

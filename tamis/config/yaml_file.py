@@ -1,4 +1,4 @@
-"""Reading a config file: strict, bounded YAML. Every refusal names the file and what to do. No torch."""
+"""Config files: strict, bounded YAML. Every refusal names the file and what to do. No torch."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def read_value(text: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  a SafeLoader that also refuses repeated keys
     except ValueError as error:  # a scalar that looks like a number or date and is none
         raise yaml.YAMLError(str(error)) from None
+
+
+def write_value(value: Any) -> str:
+    """Return YAML that `read_value` reads as the same value; the keys of mappings keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
 
 
 def _located(path: Path) -> Path:
@@ -165,6 +170,11 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that the loader would read as a number, as the hash 19e976044560."""
+
+
+for _end in (_StrictLoader, _Dumper):
+    _end.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )

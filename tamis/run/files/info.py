@@ -18,7 +18,7 @@ import yaml
 from tamis.config import Config, ConfigError, load_config
 from tamis.config.addresses import HIDDEN
 from tamis.config.size import parameter_count
-from tamis.config.yaml_file import read_value
+from tamis.config.yaml_file import read_value, write_value
 from tamis.run.files.environment import cuda_of_torch, package_versions
 from tamis.run.files.hardware import Gpu
 from tamis.run.files.reading import read_text
@@ -86,7 +86,7 @@ def _without_addresses(command: Sequence[str]) -> list[str]:
 
 
 def write_info(path: Path, info: dict[str, Any]) -> None:
-    write_text_atomic(path, yaml.safe_dump(info, sort_keys=False, width=1000, allow_unicode=True))
+    write_text_atomic(path, write_value(info))
 
 
 def read_info(path: Path) -> dict[str, Any]:
