@@ -11,7 +11,7 @@ from tamis.attention.kernels.launch import GLUON_PROVED_WITH
 from tests.attention.compiled.ahead_of_time import MOST_STACK, PATIENCE_S, report_of, start_compiling
 
 HOT = ("_forward_kernel", "_dq_kernel", "_dkv_kernel", "_score_kernel")
-OTHERS = ("_top_kernel", "_delta_kernel")
+OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
 DECODE = ("_scan_kernel", "_finish_kernel")
 COPIED = "_dkv_copied_kernel"  # on Hopper alone
 BY_HEAD = ("forward_by_head", "key_gradients_by_head")  # the same, at head dim 64 with the Triton they are proved with

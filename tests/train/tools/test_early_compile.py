@@ -20,6 +20,7 @@ ATTENTION = {
     "_score_kernel",
     "_top_kernel",
     "backward_items",
+    "_mix_kernel",
 }
 LAYERS = {"_norm_kernel", "_norm_backward_kernel", "_split_kernel", "_join_kernel", "_cross_entropy_kernel"}
 
