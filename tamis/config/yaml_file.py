@@ -174,7 +174,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text that the loader would read as a number, as the hash 19e976044560."""
 
 
-for _end in (_StrictLoader, _Dumper):
-    _end.add_implicit_resolver(
+for _reader_or_writer in (_StrictLoader, _Dumper):
+    _reader_or_writer.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
