@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tamis.attention.checks import Layouts, check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.banded.keys import key_gradients
-from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
+from tamis.attention.kernels.banded.queries import Band, Rows, banded_forward
 from tamis.attention.kernels.gates import Mixture, mix_backward
 from tamis.attention.kernels.launch import SideStream, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
@@ -170,9 +170,8 @@ def _backward(
     with side:
         dk_sel, dv_sel = selected_backward(
             q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-            packed=tables, scale=scale,
+            packed=tables, scale=scale, dense=(window, compressed),
         )  # fmt: skip
-    add_query_gradient(q, dout, dq, window, compressed)  # both dense branches in one pass over the queries
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 

@@ -111,7 +111,8 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     if why_no_kernels(inputs[0].device, inputs[0].dtype, shape.dim):
         return
     from tamis.attention.kernels.banded.keys import key_gradients
-    from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
+    from tamis.attention.kernels.banded.queries import Rows
+    from tamis.attention.kernels.banded.query_gradients import write_query_gradient
     from tamis.attention.kernels.gates import mix_backward
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
@@ -147,7 +148,9 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     yield Timed("selection", choices, lambda: select_from_lse(q, k_cmp, lse_cmp, spec), None)
     yield pair("window", lambda: window_forward(q, k_win, v_win, spec), lambda: key_gradients(q, *window, dout))
     # Both dense branches share one pass over the queries in the backward direction.
-    yield pair("dense dq", lambda: None, lambda: add_query_gradient(q, dout, dq, window, compressed))
+    yield pair(
+        "dense dq", lambda: None, lambda: write_query_gradient(q, dout, dq, window[0].scale, (window, compressed))
+    )
     # Forward, the selected branch applies the gates.
     yield pair("gates", lambda: None, lambda: mix_backward(dout, cmp, sel, win, gates))
 

@@ -21,7 +21,8 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
-from tamis.attention.kernels.banded.queries import Rows, add_query_gradient
+from tamis.attention.kernels.banded.queries import Rows
+from tamis.attention.kernels.banded.query_gradients import write_query_gradient
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
@@ -199,8 +200,8 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
     def query_gradient() -> list[Tensor]:
-        dq = torch.zeros_like(q)
-        add_query_gradient(q, dout, dq, *bands)
+        dq = torch.empty_like(q)
+        write_query_gradient(q, dout, dq, bands[0][0].scale, bands)
         return [dq]
 
     yield KernelCall("dq" + copied, query_gradient)

@@ -72,6 +72,7 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
     from tamis.attention import op, reference
     from tamis.attention.kernels import gates as gates_kernels
     from tamis.attention.kernels.banded import keys, queries
+    from tamis.attention.kernels.banded.query_gradients import write_query_gradient
 
     forward, attend, index, band_of, other_band_of = {
         "compressed": (
@@ -93,16 +94,17 @@ def branch_against_reference(branch, q, k, v, gates, spec, slack=1.0):
     outs = [torch.zeros_like(out) for _ in range(3)]
     outs[index] = out
     dgates, weights, delta = gates_kernels.mix_backward(dout, *outs, gates)
-    dq = torch.zeros_like(q)
     rows = queries.Rows(lse, weights[index], delta[index])
     none = torch.zeros_like(lse)
     absent = other_band_of(k, v, spec), queries.Rows(none + float("inf"), none, none)
-    queries.add_query_gradient(q, dout, dq, (band_of(k, v, spec), rows), absent)
-    added = dq.clone()
-    queries.add_query_gradient(q, dout, added, absent, (band_of(k, v, spec), rows))
+    present = band_of(k, v, spec), rows
+    dqs = [torch.full_like(q, float("nan")) for _ in range(3)]  # whatever is not written stays visible
+    for dq, branches in zip(dqs, ([present, absent], [absent, present], [present]), strict=True):
+        write_query_gradient(q, dout, dq, present[0].scale, branches)
     dk, dv = keys.key_gradients(q, band_of(k, v, spec), rows, dout)
-    measured = {"out": out, "dq": dq, "dk": dk, "dv": dv, "dgates": dgates, "added dq": added}
-    wanted = (expected, *gradients, 2 * gradients[0])
+    measured = {"out": out, "dq": dqs[0], "dk": dk, "dv": dv, "dgates": dgates}
+    measured |= {"dq as the second branch": dqs[1], "dq alone": dqs[2]}
+    wanted = (expected, *gradients, gradients[0], gradients[0])
     errors = {name: relative_rmse(x, y, floor=0.1) for (name, x), y in zip(measured.items(), wanted, strict=True)}
     limit = LIMIT[q.dtype]
     assert errors["out"] <= limit and max(errors.values()) <= slack * limit, errors

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.banded.keys import key_gradients
-from tamis.attention.kernels.banded.queries import Band, Rows, add_query_gradient, banded_forward
+from tamis.attention.kernels.banded.queries import Band, Rows, banded_forward
+from tamis.attention.kernels.banded.query_gradients import write_query_gradient
 from tamis.attention.kernels.launch import cdiv, padded, softmax_scale, unit_last_stride
 from tamis.attention.packing import PackedRow
 
@@ -44,8 +45,8 @@ def _window_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     band, rows = _band(k, v, window, table), Rows(lse, torch.ones_like(lse), _row_products(dout.contiguous(), out))
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    add_query_gradient(q, dout, dq, (band, rows))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    write_query_gradient(q, dout, dq, band.scale, [(band, rows)])
     return dq, *key_gradients(q, band, rows, dout)
 
 

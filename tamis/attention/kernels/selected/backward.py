@@ -1,9 +1,10 @@
 """Triton: gradients of selected attention, block by block. One sweep over the chosen pairs gives all three.
 
-A program holds dK and dV of a block in registers while it walks the tokens that chose the block. Each pair writes one
-partial query gradient, and a second kernel adds them in slot order. There are no float atomics: sums have a fixed
-order. Two kernels compute the same: `backward_items` for every shape, and `backward_halves`, which holds a head's
-elements in two halves, so that at head dim 128 two programs share a multiprocessor.
+A program holds dK and dV of a block in registers while it walks the tokens that chose the block. Each pair leaves one
+partial query gradient, which `banded/query_gradients.py` adds up in slot order, with what the dense branches add. There
+are no float atomics: sums have a fixed order. Two kernels compute the same: `backward_items` for every shape, and
+`backward_halves`, which holds a head's elements in two halves, so that at head dim 128 two programs share a
+multiprocessor.
 
 Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, N slots (n_sel), BN keys held
 at once, SUB such tiles per block.
@@ -12,18 +13,21 @@ at once, SUB such tiles per block.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_gradients, check_like
+from tamis.attention.kernels.banded.queries import Band, Rows
+from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_query_gradient
 from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
     PreparedKernel,
     launch_settings,
-    next_power_of_2,
     softmax_scale,
     takes_halves,
     unit_last_stride,
@@ -36,9 +40,9 @@ from tamis.attention.kernels.selected.items import (
     masked_tiles_of,
     pairs_of_tile,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, merge_launch, sizes_of
+from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
-from tamis.attention.kernels.selected.merges import merge_key_gradients, merge_query_gradients
+from tamis.attention.kernels.selected.merges import merge_key_gradients
 from tamis.attention.kernels.selected.pairs import check_selected
 from tamis.attention.kernels.selected.union import load_at, store_at
 from tamis.attention.kernels.tape import empty
@@ -71,12 +75,13 @@ def selected_backward(
     segment: int | None = None,
     packed: PackedTables | None = None,
     scale: float | None = None,
+    dense: Sequence[tuple[Band, Rows]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, and write that of q to `dq`; `dout` is the gradient of the mixed output.
 
-    `gates` are this branch's alone. `halves` forces one of the two kernels, or the other; `segment` sets the tokens of
-    a segment, for the halves alone: only there no item adds its gradients itself, which two segments of a sequence must
-    not do at once.
+    `gates` are this branch's alone. What the `dense` branches add to the gradient of q is written with it. `halves`
+    forces one of the two kernels, or the other; `segment` sets a segment's tokens, for the halves alone: only there
+    no item adds its gradients itself, which two segments of a sequence must not do at once.
     """
     if not trusted:
         check_selected(q_BSHD, k_BSGD, v_BSGD, ids_BSGn, spec)
@@ -105,7 +110,6 @@ def selected_backward(
     part_dq = empty((layout.pairs_per_chunk * parts * sizes["R"], dim), q_BSHD.dtype, device)
     kept = layout.items_per_chunk if halves else layout.parts_per_chunk
     part_dkv = empty((2, kept, parts, sizes["BN"], dim), torch.float32, device)
-    merge_grid, merge_sizes = merge_launch(layout, sizes)
     scale = softmax_scale(q_BSHD, scale)
     inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()
     strides = [stride for x in (q_BSHD, k_BSGD, v_BSGD, dout_BSHD) for stride in x.stride()[:3]]
@@ -119,11 +123,10 @@ def selected_backward(
                 *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work,
                 scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
-        merge_query_gradients[merge_grid](
-            part_dq, ids_BSGn, dq_BSHD, lists.first_segment, layout.segments_per_sequence, layout.segment, tokens,
-            layout.segments, scale, *ids_BSGn.stride()[:3], *dq_BSHD.stride()[:3],
-            BS=next_power_of_2(sizes["N"]), **merge_sizes,
-        )  # fmt: skip
+        segments = min(layout.segments_per_chunk, layout.segments - lists.first_segment)
+        chunk = lists.first_segment, segments, layout.segments_per_sequence, layout.segment
+        left = SelectedParts(part_dq, ids_BSGn, parts, *chunk)
+        write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, left)
         merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,
             lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,

@@ -1,4 +1,4 @@
-"""Triton: joins what the items of the selected branch left behind: outputs, and gradients of queries and of keys.
+"""Triton: joins what the items of the selected branch left behind: outputs, and gradients of keys.
 
 The kernels are bound by memory. Sums have a fixed order: slots of a token, items of a block.
 """
@@ -101,29 +101,6 @@ def merge_outputs(
     natural = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + lse_row, natural, mask=joined)
     store_mixture(mixed, gates, cmp, win, acc, out_row, live, D, BD)
-
-
-@PreparedKernel
-@triton.jit(do_not_specialize=["first_segment", "per_sequence", "segments"])
-def merge_query_gradients(
-    part_dq, ids, dq, first_segment, per_sequence, segment, tokens, segments, scale, i_b, i_s, i_g, dq_b, dq_s, dq_h,
-    G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Add up the query gradients of a token's blocks, which were computed without the softmax scale."""
-    live, sequence, token, head, local_token, choices = _rows_of_merge(
-        ids, first_segment, per_sequence, segment, tokens, segments, i_b, i_s, i_g, G, R, ROWS
-    )
-    slot = tl.arange(0, BS)
-    chosen = tl.load(choices[:, None] + slot[None, :], mask=live[:, None] & (slot < N)[None, :], other=-1)
-    used = tl.sum((chosen >= 0).to(tl.int32), 1)
-    first_part = local_token * (N * SUB) * R + head % R
-    acc = tl.zeros((ROWS, BD), tl.float32)
-    for index in tl.range(0, N * SUB, loop_unroll_factor=8):
-        acc += load_at(part_dq, (first_part + index * R) * D, index < used * SUB, D, BD).to(tl.float32)
-    acc = acc * scale
-    target = sequence * dq_b + token * dq_s + head * dq_h
-    store_at(dq, target, acc, live, D, BD)
 
 
 @PreparedKernel

@@ -1,0 +1,215 @@
+"""Triton: the query gradient. One pass over the queries adds up the parts of all three branches.
+
+The dense branches walk their keys as in `queries.py`. The selected branch left one part for each block that a token
+chose (`selected/backward.py`): a program adds those up before it walks, while other programs on its multiprocessor
+multiply. A kernel of its own for them would be bound by memory, and would write and read a sum once more.
+
+Programs take the segments of a chunk (`selected/layout.py`); without the selected branch, a sequence is one segment.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.attention.kernels.banded.queries import (
+    Band,
+    Rows,
+    described_keys,
+    key_tiles,
+    keys_of_rows,
+    load_keys,
+    load_rows,
+    program_tile,
+    rows_from,
+    seen_by_rows,
+)
+from tamis.attention.kernels.launch import (
+    LOG2E,
+    PreparedKernel,
+    cdiv,
+    copies_tiles,
+    next_power_of_2,
+    padded,
+    precision,
+    tile_for,
+    unit_last_stride,
+)
+
+REGISTERS_OF_PARTS = 128  # of a thread, for parts that are read at once
+
+
+class SelectedParts(NamedTuple):
+    """What the items of a chunk left: a row of query gradient for each token, slot, part of a block, and head."""
+
+    gradients: Tensor  # [segments · G · segment · n_sel · parts of a block · R, D]
+    ids: Tensor  # int32 [B,S,G,n_sel]
+    parts_of_block: int
+    first_segment: int
+    segments: int  # of the chunk, those that exist
+    segments_per_sequence: int
+    segment: int  # tokens
+
+
+@triton.jit
+def _sum_of_parts(
+    parts, ids, stride_is, segment_group, segment, t0, first_token, away, r, alive,
+    SLOTS: tl.constexpr, SLOTS_P2: tl.constexpr, SUB: tl.constexpr, AT_ONCE: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The selected branch's part of a tile's query gradient, summed in the order of a token's slots."""
+    slot, column = tl.arange(0, SLOTS_P2), tl.arange(0, DP)
+    choice = ids + t0.to(tl.int64) * stride_is + (away[:, None] * stride_is + slot[None, :])
+    chosen = tl.load(choice, mask=alive[:, None] & (slot < SLOTS)[None, :], other=-1)
+    used = tl.sum((chosen >= 0).to(tl.int32), 1) * SUB
+    parts += (segment_group.to(tl.int64) * segment + (t0 - first_token)) * (SLOTS * SUB * R * D)
+    first = (away * (SLOTS * SUB * R) + r) * D
+    acc = tl.zeros([BM, DP], tl.float32)
+    for begin in range(0, SLOTS * SUB, AT_ONCE):
+        read = ()
+        for index in tl.static_range(AT_ONCE):  # all reads before anything that waits for one
+            at = parts + (first + (begin + index) * (R * D))[:, None] + column[None, :]
+            exists = (begin + index < used)[:, None]
+            read += (tl.load(at, mask=exists if D == DP else exists & (column < D)[None, :], other=0.0),)  # type: ignore[assignment]
+        for index in tl.static_range(AT_ONCE):
+            acc += read[index].to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _add_dq(
+    q, dout, dq, k, v, lse, gate, delta, table, sequence, g, first_row, row, alive, t_first, t_last, token,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one branch's part of a tile's query gradient, not yet times the softmax's scale."""
+    lse2 = tl.load(lse + first_row + row, mask=alive, other=float("inf")) * 1.4426950408889634
+    delta_row = tl.load(delta + first_row + row, mask=alive, other=0.0)
+    gate_row = tl.load(gate + first_row + row, mask=alive, other=0.0)
+    begin, tiles, whole_first, whole_end = key_tiles(table, t_first, t_last, L, STRIDE, W, BN)
+    seen_begin, seen_end = keys_of_rows(table, token, L, STRIDE, W)
+    if not COPIED:
+        k += sequence.to(tl.int64) * stride_kb + g * stride_kg
+        v += sequence.to(tl.int64) * stride_vb + g * stride_vg
+    for j in tl.range(0, tiles, num_stages=STAGES):
+        first = begin + j * BN
+        k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
+        v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
+        k_transposed, v_transposed = tl.trans(k_tile), tl.trans(v_tile)
+        if (not COPIED) or j < tiles:  # always true: see the top of this file
+            s = tl.dot(q, k_transposed, input_precision=PRECISION)
+            dp = tl.dot(dout, v_transposed, input_precision=PRECISION)
+            p = tl.exp2(s * scale - lse2[:, None])
+            if (j < whole_first) | (j >= whole_end):
+                key = first + tl.arange(0, BN)
+                p = tl.where(seen_by_rows(table, token, seen_begin, seen_end, key, L, STRIDE, W), p, 0.0)
+            ds = p * (dp * gate_row[:, None] - delta_row[:, None])
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@PreparedKernel
+@triton.jit(do_not_specialize=["S", "G", "N", "N2", "first_segment", "per_sequence", "segment"])
+def _dq_kernel(
+    q, dout, dq, parts, ids, k, v, lse, gate, delta, table, k2, v2, lse2, gate2, delta2, table2,
+    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
+    stride_ib, stride_is, stride_ig,
+    stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N,
+    stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2,
+    S, G, first_segment, per_sequence, segment, softmax_scale, scale,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    L2: tl.constexpr, STRIDE2: tl.constexpr, W2: tl.constexpr,
+    SLOTS: tl.constexpr, SLOTS_P2: tl.constexpr, SUB: tl.constexpr, AT_ONCE: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dq of up to three branches: queries and gradients are read once, and dq is rounded once."""
+    tile, in_chunk, g = program_tile(tl.cdiv(segment * R, BM), G)
+    sequence, first_token = (
+        (first_segment + in_chunk) // per_sequence,
+        (first_segment + in_chunk) % per_sequence * segment,
+    )
+    b = sequence.to(tl.int64)
+    t0, away, r, alive = rows_from(tile * BM, tl.minimum(segment, S - first_token), R, BM)
+    t0 += first_token
+    token, head = tl.minimum(t0 + away, S - 1), g * R + r
+    q_tile = load_rows(q + b * stride_qb, t0, away, head, alive, stride_qs, stride_qh, D, DP, True)
+    dout_tile = load_rows(dout + b * stride_ob, t0, away, head, alive, stride_os, stride_oh, D, DP, True)
+    if parts is None:
+        acc = tl.zeros([BM, DP], tl.float32)
+    else:
+        acc = _sum_of_parts(
+            parts, ids + b * stride_ib + g * stride_ig, stride_is, in_chunk * G + g, segment, t0, first_token, away, r,
+            alive, SLOTS, SLOTS_P2, SUB, AT_ONCE, R, D, DP, BM,
+        )  # fmt: skip
+    first_row, row = (b * G + g) * R * S + t0, r * S + away
+    t_first, t_last = tl.minimum(t0, S - 1), tl.minimum(first_token + (tile * BM + BM - 1) // R, S - 1)
+    if k is not None:
+        acc = _add_dq(
+            q_tile, dout_tile, acc, k, v, lse, gate, delta, table, sequence, g, first_row, row, alive,
+            t_first, t_last, token, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, N, scale,
+            L, STRIDE, W, D, DP, BN, PRECISION, COPIED, STAGES,
+        )  # fmt: skip
+    if k2 is not None:
+        acc = _add_dq(
+            q_tile, dout_tile, acc, k2, v2, lse2, gate2, delta2, table2, sequence, g, first_row, row, alive,
+            t_first, t_last, token, stride_kb2, stride_kn2, stride_kg2, stride_vb2, stride_vn2, stride_vg2, N2, scale,
+            L2, STRIDE2, W2, D, DP, BN, PRECISION, COPIED, STAGES,
+        )  # fmt: skip
+    column = tl.arange(0, DP)
+    address = dq + b * stride_db + t0.to(tl.int64) * stride_ds
+    address += (away * stride_ds + head * stride_dh)[:, None] + column[None, :]
+    mask = alive[:, None] & (column < D)[None, :]
+    tl.store(address, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
+
+
+def write_query_gradient(
+    q: Tensor,
+    dout: Tensor,
+    dq: Tensor,
+    scale: float,
+    dense: Sequence[tuple[Band, Rows]] = (),
+    selected: SelectedParts | None = None,
+) -> None:
+    """Write the query gradient of up to two dense branches and of the selected one, within its chunk.
+
+    `dout` is the gradient of the mixed output, not yet times any gate; `scale` that of the scores.
+    """
+    q, dout = unit_last_stride(q), unit_last_stride(dout)
+    B, S, H, D = q.shape
+    G = selected.ids.shape[2] if selected else dense[0][0].k.shape[2]
+    R = H // G
+    copied = bool(dense) and all(copies_tiles(R, band.k, band.v) for band, _ in dense)
+    tile = tile_for("dq", q, R, copied)
+    tensors: list[object] = []
+    numbers: list[int] = []
+    shapes: list[tuple[int, int, int]] = []
+    for band, rows in dense:
+        tensors += (described_keys(x, tile.keys, copied) for x in (band.k, band.v))
+        tensors += [rows.lse, rows.gate, rows.delta, band.documents]
+        numbers += [*band.strides, band.k.shape[1]]
+        shapes.append((band.length, band.stride, band.window))
+    absent = 2 - len(dense)
+    tensors, numbers, shapes = tensors + [None] * 6 * absent, numbers + [0] * 7 * absent, shapes + [(1, 1, 0)] * absent
+    (L, STRIDE, W), (L2, STRIDE2, W2) = shapes
+    if selected is None:
+        parts, ids_strides, slots, sub, chunk = (None, None), (0, 0, 0), 1, 1, (0, 1, S)
+        segments = B
+    else:
+        parts, ids_strides = (selected.gradients, selected.ids), selected.ids.stride()[:3]
+        slots, sub, segments = selected.ids.shape[3], selected.parts_of_block, selected.segments
+        chunk = selected.first_segment, selected.segments_per_sequence, selected.segment
+    at_once = max(1, REGISTERS_OF_PARTS * 4 * 32 * tile.warps // (tile.rows * padded(D) * q.element_size()))
+    _dq_kernel[(cdiv(chunk[2] * R, tile.rows) * segments * G,)](
+        q, dout, dq, *parts, *tensors, *q.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *ids_strides, *numbers,
+        S, G, *chunk, scale, scale * LOG2E,
+        L=L, STRIDE=STRIDE, W=W, L2=L2, STRIDE2=STRIDE2, W2=W2, SLOTS=slots, SLOTS_P2=next_power_of_2(slots), SUB=sub,
+        AT_ONCE=min(at_once, next_power_of_2(slots * sub)), R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
+        BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
+    )  # fmt: skip
