@@ -63,10 +63,13 @@ def _sum_of_parts(
     R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The selected branch's part of a tile's query gradient, summed in the order of a token's slots."""
-    slot, column = tl.arange(0, SLOTS_P2), tl.arange(0, DP)
-    choice = ids + t0.to(tl.int64) * stride_is + (away[:, None] * stride_is + slot[None, :])
-    chosen = tl.load(choice, mask=alive[:, None] & (slot < SLOTS)[None, :], other=-1)
-    used = tl.sum((chosen >= 0).to(tl.int32), 1) * SUB
+    column = tl.arange(0, DP)
+    slot = tl.arange(0, SLOTS_P2)[None, :]
+    choice = ids + t0.to(tl.int64) * stride_is + (away[:, None] * stride_is + slot)
+    chosen = tl.load(choice, mask=alive[:, None] & (slot < SLOTS), other=-1)
+    # A sum over slots comes in another layout than reads have. `gather` moves it once; without it, every mask of a read
+    # would be moved, and wait for all warps.
+    used = tl.gather(tl.sum((chosen >= 0).to(tl.int32), 1) * SUB, tl.arange(0, BM), 0)
     parts += (segment_group.to(tl.int64) * segment + (t0 - first_token)) * (SLOTS * SUB * R * D)
     first = (away * (SLOTS * SUB * R) + r) * D
     acc = tl.zeros([BM, DP], tl.float32)

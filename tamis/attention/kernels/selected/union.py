@@ -100,7 +100,7 @@ def union_forward(
         *unions.blocks.shape[2:], softmax_scale(q_BSHD, scale) * LOG2E,
         *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
         G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
-        PRECISION=precision(q_BSHD.dtype), COPIED=copied, **settings,
+        PRECISION=precision(q_BSHD.dtype), COPIED=copied, STAGES=settings["num_stages"] if copied else None, **settings,
     )  # fmt: skip
     if mixture is not None:
         mix(mixture, out)  # the kernel has no registers to spare
@@ -248,7 +248,7 @@ def _forward_tiles(
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g,
     G: tl.constexpr, R: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Running softmax over the union of a tile. `scale` includes log2(e)."""
     tile, sequence, group = program_tile(tiles, G)
@@ -279,7 +279,8 @@ def _forward_tiles(
     acc = tl.zeros((ROWS, BD), tl.float32)
     next_block = tl.load(union_blocks)  # read one step ahead, so that no load of keys waits for it
     next_tokens = tl.load(union_tokens)
-    for step in range(used * SUB):
+    steps = used * SUB
+    for step in tl.range(0, steps, num_stages=STAGES):
         begin = next_block
         chosen = ((next_tokens >> in_tile) & 1) == 1
         next_block = tl.load(union_blocks + (step + 1) // SUB)
@@ -296,18 +297,20 @@ def _forward_tiles(
         else:
             k_tile = load_at(k, key.to(tl.int64) * k_s, key_live, D, BD)
             v_tile = load_at(v, key.to(tl.int64) * v_s, key_live, D, BD)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if (step >= whole * SUB) | (L_SEL % BN != 0):
-            s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))
-        block_top = tl.max(s, 1) * scale
-        chosen = chosen & (block_top > -float("inf"))
-        new_top = tl.where(chosen, tl.maximum(top, block_top), top)
-        # exp2(−inf) = 0: rows that did not choose the block, or see none of it, let it pass.
-        p = tl.exp2(s * scale - tl.where(chosen, new_top, float("inf"))[:, None])
-        decay = tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))
-        total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
-        top = new_top
+        k_transposed = tl.trans(k_tile)
+        if (not COPIED) or step < steps:  # always true: see the top of `banded/queries.py`
+            s = tl.dot(q_tile, k_transposed, input_precision=PRECISION)
+            if (step >= whole * SUB) | (L_SEL % BN != 0):
+                s = tl.where(key_live[None, :] & (key[None, :] <= position[:, None]), s, -float("inf"))
+            block_top = tl.max(s, 1) * scale
+            chosen = chosen & (block_top > -float("inf"))
+            new_top = tl.where(chosen, tl.maximum(top, block_top), top)
+            # exp2(−inf) = 0: rows that did not choose the block, or see none of it, let it pass.
+            p = tl.exp2(s * scale - tl.where(chosen, new_top, float("inf"))[:, None])
+            decay = tl.exp2(top - tl.where(new_top == -float("inf"), 0.0, new_top))
+            total = total * decay + tl.sum(p, 1)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+            top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_at(out, ((sequence * tokens + token64) * (G * R) + head) * D, acc, live, D, BD)
     natural = (top + tl.log2(total)) * 0.6931471805599453
