@@ -147,7 +147,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     )
     yield Timed("selection", choices, lambda: select_from_lse(q, k_cmp, lse_cmp, spec), None)
     yield pair("window", lambda: window_forward(q, k_win, v_win, spec), lambda: key_gradients(q, *window, dout))
-    # Both dense branches share one pass over the queries in the backward direction.
+    # Both dense branches share one pass over the queries; in the whole it also adds up the selected branch's parts.
     yield pair(
         "dense dq", lambda: None, lambda: write_query_gradient(q, dout, dq, window[0].scale, (window, compressed))
     )

@@ -21,8 +21,7 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
-from tamis.attention.kernels.banded.queries import Rows
-from tamis.attention.kernels.banded.query_gradients import write_query_gradient
+from tamis.attention.kernels.banded.queries import Band, Rows
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import selected_backward
@@ -199,18 +198,14 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     if not specializes_warps(q, dout):
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
-    def query_gradient() -> list[Tensor]:
+    def backward(dense: Sequence[tuple[Band, Rows]] = ()) -> list[Tensor]:
         dq = torch.empty_like(q)
-        write_query_gradient(q, dout, dq, bands[0][0].scale, bands)
-        return [dq]
+        gradients = lse_sel, dout, gates[..., 1], delta[1], dq
+        return [*selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=dense), dq]
 
-    yield KernelCall("dq" + copied, query_gradient)
-
-    def backward() -> list[Tensor]:
-        dq = torch.empty_like(q)
-        gate, slope = gates[..., 1], delta[1]
-        return [*selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gate, slope, dq, spec, trusted=True), dq]
-
+    # With what the selected branch leaves for it, as in training: alone, a tile of half the keys was faster, and with
+    # that slower.
+    yield KernelCall("dq" + copied, lambda: backward(bands))
     yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
     if not copies_blocks(q, k_sel, v_sel, spec):
         yield union_call(shape, device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.devices import DEVICE, DTYPES, LIMIT, relative_rmse
+from tests.attention.devices import DEVICE, DTYPES, LIMIT, poisoned_memory, relative_rmse  # noqa: F401
 
 # The import above turns on the interpreter where there is no GPU, so the kernels come after it.
 from tamis.attention import reference  # isort: skip
@@ -20,10 +20,13 @@ from tamis.attention.kernels.selected import layout as selected_layout  # isort:
 from tamis.attention.kernels.selected import lists as selected_lists  # isort: skip
 from tamis.attention.kernels.selected import pairs as selected_pairs  # isort: skip
 from tamis.attention.kernels.selected import union as selected_union  # isort: skip
+from tamis.attention.kernels.banded.queries import Rows  # isort: skip
+from tamis.attention.kernels.banded.query_gradients import write_query_gradient  # isort: skip
 from tamis.attention.kernels.launch import takes_halves  # isort: skip
 from tamis.attention.kernels.selected.backward import cached_segment, selected_backward  # isort: skip
 from tamis.attention.kernels.selected.layout import Layout  # isort: skip
 from tamis.attention.kernels.selected.lists import chunks_of_pairs  # isort: skip
+from tamis.attention.op import compressed_band, window_band  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
 
 SMALL = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
@@ -136,6 +139,28 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
     case = Case(tokens=75, heads=3, batch=2)
     assert Layout.of(case.ids, case.spec, 1, chunk=32).segments_per_sequence == 3
     assert_agrees(case.measured(FORMS["pairs"], chunk=32), case.expected())
+
+
+@pytest.mark.parametrize("cut", [{}, {"chunk": 32}, {"halves": True, "segment": 32, "chunk": 64}], ids=str)
+@pytest.mark.parametrize("heads", [3, 16])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_chunk_of_tokens_gets_the_query_gradient_of_all_branches(
+    heads: int, cut: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the sum of what the selected branch gives alone, and both dense branches together."""
+    monkeypatch.setattr(selected_layout, "SHORTEST", 0)
+    case = Case(tokens=75, heads=heads, batch=2)
+    compressed = [x[:, : case.spec.compressed_blocks(75)].contiguous() for x in (case.k, case.v)]
+    rows = Rows(*torch.rand(3, 2, heads, 75, device=DEVICE).unbind())
+    dense = [(window_band(case.k, case.v, case.spec), rows), (compressed_band(*compressed, case.spec), rows)]
+    _, lse = FORMS["pairs"](case.q, case.k, case.v, case.ids, case.spec)
+    statistics = lse, case.dout, case.gates[..., 1], rows.delta
+    alone, together, of_dense = (torch.full_like(case.q, float("nan")) for _ in range(3))
+    inputs = case.q, case.k, case.v, case.ids, *statistics
+    write_query_gradient(case.q, case.dout, of_dense, dense[0][0].scale, dense)
+    selected_backward(*inputs, alone, case.spec)
+    selected_backward(*inputs, together, case.spec, dense=dense, **cut)
+    assert relative_rmse(together, alone + of_dense) < LIMIT[torch.float32]
 
 
 @pytest.mark.parametrize("early", [False, True])
