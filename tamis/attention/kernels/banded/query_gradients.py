@@ -50,10 +50,7 @@ class SelectedParts(NamedTuple):
     gradients: Tensor  # [segments · G · segment · n_sel · parts of a block · R, D]
     ids: Tensor  # int32 [B,S,G,n_sel]
     parts_of_block: int
-    first_segment: int
-    segments: int  # of the chunk, those that exist
-    segments_per_sequence: int
-    segment: int  # tokens
+    chunk: tuple[int, int, int, int]  # its first segment, its segments, those of a sequence, and tokens of a segment
 
 
 @triton.jit
@@ -190,29 +187,37 @@ def write_query_gradient(
     R = H // G
     copied = bool(dense) and all(copies_tiles(R, band.k, band.v) for band, _ in dense)
     tile = tile_for("dq", q, R, copied)
-    tensors: list[object] = []
-    numbers: list[int] = []
-    shapes: list[tuple[int, int, int]] = []
-    for band, rows in dense:
-        tensors += (described_keys(x, tile.keys, copied) for x in (band.k, band.v))
-        tensors += [rows.lse, rows.gate, rows.delta, band.documents]
-        numbers += [*band.strides, band.k.shape[1]]
-        shapes.append((band.length, band.stride, band.window))
-    absent = 2 - len(dense)
-    tensors, numbers, shapes = tensors + [None] * 6 * absent, numbers + [0] * 7 * absent, shapes + [(1, 1, 0)] * absent
-    (L, STRIDE, W), (L2, STRIDE2, W2) = shapes
-    if selected is None:
-        parts, ids_strides, slots, sub, chunk = (None, None), (0, 0, 0), 1, 1, (0, 1, S)
-        segments = B
-    else:
+    tensors, numbers, constants = _dense_arguments(dense, tile.keys, copied)
+    parts: tuple[Tensor | None, ...] = (None, None)
+    ids_strides: tuple[int, ...] = (0, 0, 0)
+    (first_segment, segments, per_sequence, segment), slots, sub = (0, B, 1, S), 1, 1
+    if selected:
         parts, ids_strides = (selected.gradients, selected.ids), selected.ids.stride()[:3]
-        slots, sub, segments = selected.ids.shape[3], selected.parts_of_block, selected.segments
-        chunk = selected.first_segment, selected.segments_per_sequence, selected.segment
-    at_once = max(1, REGISTERS_OF_PARTS * 4 * 32 * tile.warps // (tile.rows * padded(D) * q.element_size()))
-    _dq_kernel[(cdiv(chunk[2] * R, tile.rows) * segments * G,)](
+        first_segment, segments, per_sequence, segment = selected.chunk
+        slots, sub = selected.ids.shape[3], selected.parts_of_block
+    registers_of_part = tile.rows * padded(D) * q.element_size() // (4 * 32 * tile.warps)
+    at_once = min(max(1, REGISTERS_OF_PARTS // registers_of_part), next_power_of_2(slots * sub))
+    _dq_kernel[(cdiv(segment * R, tile.rows) * segments * G,)](
         q, dout, dq, *parts, *tensors, *q.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *ids_strides, *numbers,
-        S, G, *chunk, scale, scale * LOG2E,
-        L=L, STRIDE=STRIDE, W=W, L2=L2, STRIDE2=STRIDE2, W2=W2, SLOTS=slots, SLOTS_P2=next_power_of_2(slots), SUB=sub,
-        AT_ONCE=min(at_once, next_power_of_2(slots * sub)), R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
+        S, G, first_segment, per_sequence, segment, scale, scale * LOG2E, **constants,
+        SLOTS=slots, SLOTS_P2=next_power_of_2(slots), SUB=sub, AT_ONCE=at_once,
+        R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),
         BM=tile.rows, BN=tile.keys, COPIED=copied, STAGES=tile.stages, **tile.options,
     )  # fmt: skip
+
+
+def _dense_arguments(
+    dense: Sequence[tuple[Band, Rows]], keys: int, copied: bool
+) -> tuple[list[object], list[int], dict[str, int]]:
+    """Tensors, numbers and constants of two branches, those that are absent included."""
+    tensors: list[object] = []
+    numbers: list[int] = []
+    for band, rows in dense:
+        tensors += (described_keys(x, keys, copied) for x in (band.k, band.v))
+        tensors += [rows.lse, rows.gate, rows.delta, band.documents]
+        numbers += [*band.strides, band.k.shape[1]]
+    absent = 2 - len(dense)
+    shapes = [(band.length, band.stride, band.window) for band, _ in dense] + [(1, 1, 0)] * absent
+    (L, STRIDE, W), (L2, STRIDE2, W2) = shapes
+    constants = {"L": L, "STRIDE": STRIDE, "W": W, "L2": L2, "STRIDE2": STRIDE2, "W2": W2}
+    return tensors + [None] * 6 * absent, numbers + [0] * 7 * absent, constants
