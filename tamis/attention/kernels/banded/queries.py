@@ -3,8 +3,9 @@
 Key `n` ends at position `n·STRIDE + L − 1` and is visible from there on, and with a window only to the `W` tokens that
 follow: the compressed branch is (L=l, STRIDE=d, no window), the window branch (L=1, STRIDE=1, W=w).
 
-This file has the kernels whose programs hold queries and walk keys: forward and dq. `keys.py` has dk and dv. The few
-tiles of keys at the edges, which not every row sees whole, are masked under a branch.
+This file has the forward kernel, whose programs hold queries and walk keys, and what it shares with the other files:
+`query_gradients.py` does the same for dq, `keys.py` has dk and dv. The few tiles of keys at the edges, which not every
+row sees whole, are masked under a branch.
 
 Rows of a tile are (token, head of the group) pairs, token by token: one tile of keys serves every head of the group and
 no group size is padded. The first query has position `start`, for a tile of a sequence whose keys are cached. A kernel
