@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tamis.attention.spec import NSASpec
 
+FARTHEST_HEAD = 1 << 31  # elements: kernels count heads of a token in 32 bits, positions in 64
+
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
 MOST_ACCEPTED = 1000  # kinds of inputs remembered
 _accepted: dict[tuple[object, ...], Layouts] = {}
@@ -151,9 +153,10 @@ def check_gradients(q: Tensor, dout: Tensor, dq: Tensor, **statistics: Tensor) -
     check_like("q", q, dout=(dout, tuple(q.shape)))
     _check_shape("dq", dq, tuple(q.shape))
     _check_device("dq", dq, "q", q)
-    if not (dq.is_floating_point() and dq.stride(-1) == 1):
+    if not (dq.is_floating_point() and dq.stride(-1) == 1 and dq.stride(2) * dq.shape[2] < FARTHEST_HEAD):
         raise ValueError(
-            f"dq must be a floating-point tensor whose last stride is 1, got {dq.dtype} with strides {dq.stride()}"
+            f"dq must be a floating-point tensor whose last stride is 1, and whose heads lie within {FARTHEST_HEAD:,} "
+            f"elements, got {dq.dtype} with strides {dq.stride()}"
         )
     check_rows(q, **statistics)
 

@@ -107,7 +107,7 @@ def dense(inputs: list[Tensor]) -> Iterator[Timed]:
 
 
 def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
-    """The kernels of each branch alone, as the whole runs them."""
+    """The kernels of each branch alone, as the whole runs them; but the whole writes dq of all branches in one pass."""
     if why_no_kernels(inputs[0].device, inputs[0].dtype, shape.dim):
         return
     from tamis.attention.kernels.banded.keys import key_gradients
@@ -147,7 +147,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     )
     yield Timed("selection", choices, lambda: select_from_lse(q, k_cmp, lse_cmp, spec), None)
     yield pair("window", lambda: window_forward(q, k_win, v_win, spec), lambda: key_gradients(q, *window, dout))
-    # Both dense branches share one pass over the queries; in the whole it also adds up the selected branch's parts.
+    # Both dense branches share one pass over the queries.
     yield pair(
         "dense dq", lambda: None, lambda: write_query_gradient(q, dout, dq, window[0].scale, (window, compressed))
     )

@@ -21,10 +21,11 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
-from tamis.attention.kernels.banded.queries import Band, Rows
+from tamis.attention.kernels.banded.queries import Rows
+from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_query_gradient
 from tamis.attention.kernels.gates import mix_backward
-from tamis.attention.kernels.launch import copies_tiles, padded, specializes_warps, takes_halves
-from tamis.attention.kernels.selected.backward import selected_backward
+from tamis.attention.kernels.launch import block_tiles, copies_tiles, padded, specializes_warps, takes_halves
+from tamis.attention.kernels.selected.backward import CHUNKS_OF_WHOLE_SEQUENCES, selected_backward
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward, reads_rows
 from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -198,17 +199,34 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     if not specializes_warps(q, dout):
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
-    def backward(dense: Sequence[tuple[Band, Rows]] = ()) -> list[Tensor]:
+    left, scale = parts_left(q, ids, spec), bands[0][0].scale
+
+    def query_gradient() -> list[Tensor]:
+        dq = torch.zeros_like(q)
+        write_query_gradient(q, dout, dq, scale, bands, left)
+        return [dq]
+
+    yield KernelCall("dq" + copied, query_gradient)
+
+    def backward() -> list[Tensor]:
         dq = torch.empty_like(q)
         gradients = lse_sel, dout, gates[..., 1], delta[1], dq
-        return [*selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=dense), dq]
+        return [*selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=bands), dq]
 
-    # With what the selected branch leaves for it, as in training: alone, a tile of half the keys was faster, and with
-    # that slower.
-    yield KernelCall("dq" + copied, lambda: backward(bands))
     yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
     if not copies_blocks(q, k_sel, v_sel, spec):
         yield union_call(shape, device)
+
+
+def parts_left(q: Tensor, ids: Tensor, spec: NSASpec) -> SelectedParts:
+    """Partial query gradients of some sequences, as the selected branch leaves them for the pass that writes dq.
+
+    Timed without them, a tile of half the keys was faster; with them, as in training, it is slower.
+    """
+    batch, tokens, heads, dim = q.shape
+    sequences, (_, parts_of_block) = max(1, batch // CHUNKS_OF_WHOLE_SEQUENCES), block_tiles(spec)
+    rows = sequences * tokens * heads * spec.n_sel * parts_of_block
+    return SelectedParts(q.new_empty(rows, dim).normal_(), ids, parts_of_block, 0, sequences, 1, tokens)
 
 
 def union_call(shape: TuneShape, device: torch.device) -> KernelCall:

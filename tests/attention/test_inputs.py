@@ -130,6 +130,13 @@ def test_what_kernels_read_by_place_must_be_contiguous(call: str, name: str) -> 
     assert f"{name} must be" in refusal(call, name, right.transpose(*axes).contiguous().transpose(*axes))
 
 
+def test_heads_of_a_query_gradient_must_lie_within_32_bits() -> None:
+    far = torch.empty_strided(
+        (1, 20, 6, 4), (24, 4, 1 << 29, 1), dtype=torch.float16
+    )  # never touched, so it is no memory
+    assert "whose heads lie within 2,147,483,648 elements" in refusal("selected_backward", "dq", far)
+
+
 @pytest.mark.parametrize("call", ["selected_forward", "selected_backward"])
 def test_ids_out_of_range_or_out_of_order_are_refused(call: str) -> None:
     ids = CALLS[call][1]["ids"].clone()

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.attention.checks import FARTHEST_HEAD
 from tamis.attention.kernels.tape import current_recording
 from tamis.attention.kernels.tiles import Tile
 from tamis.attention.kernels.tuned import chosen_tile, gpu_model
@@ -19,7 +20,6 @@ from tamis.attention.spec import DeviceStart, NSASpec, Start
 
 LOG2E = 1.4426950408889634
 
-FARTHEST_HEAD = 1 << 31  # elements
 MOST_PREPARED = 256  # launches of a kernel
 MOST_SIDE_TOKENS = 131072  # of a call with a side stream: longer ones gain little, and use memory of two pools
 MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
@@ -259,8 +259,8 @@ def _box(descriptor: Any) -> tuple[Any, ...]:
 class SideStream:
     """A stream of high priority: what a `with` block launches runs next to what the current stream was given since.
 
-    The selected branch goes there. Between its products it joins partial results, which is bound by memory, and makes
-    lists, which leaves most of the GPU idle: the products of the other branches fill those times.
+    The selected branch goes there, and dq of all branches. Between its products the branch joins partial results, which
+    is bound by memory, and makes lists, which leaves most of the GPU idle: the other branches' products fill it.
 
     What the block uses of the current stream's memory must be allocated before this object is made, because memory that
     is freed later may still be in use, and must live until the block ends, where the current stream waits. What the

@@ -142,16 +142,20 @@ def test_sequences_cut_into_segments_and_chunks_give_the_same_gradients() -> Non
 
 
 @pytest.mark.parametrize("cut", [{}, {"chunk": 32}, {"halves": True, "segment": 32, "chunk": 64}], ids=str)
-@pytest.mark.parametrize("heads", [3, 16])
+@pytest.mark.parametrize(
+    "shape",
+    [{"heads": 3, "groups": 2}, {"heads": 16}, {"heads": 1, "spec": NSASpec(8, 4, 80, 3, 24)}],
+    ids=["groups", "many heads", "long blocks"],
+)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_chunk_of_tokens_gets_the_query_gradient_of_all_branches(
-    heads: int, cut: dict, monkeypatch: pytest.MonkeyPatch
+    shape: dict, cut: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the sum of what the selected branch gives alone, and both dense branches together."""
     monkeypatch.setattr(selected_layout, "SHORTEST", 0)
-    case = Case(tokens=75, heads=heads, batch=2)
+    case = Case(tokens=75, batch=2, **shape)
     compressed = [x[:, : case.spec.compressed_blocks(75)].contiguous() for x in (case.k, case.v)]
-    rows = Rows(*torch.rand(3, 2, heads, 75, device=DEVICE).unbind())
+    rows = Rows(*torch.rand(3, 2, case.q.shape[2], 75, device=DEVICE).unbind())
     dense = [(window_band(case.k, case.v, case.spec), rows), (compressed_band(*compressed, case.spec), rows)]
     _, lse = FORMS["pairs"](case.q, case.k, case.v, case.ids, case.spec)
     statistics = lse, case.dout, case.gates[..., 1], rows.delta

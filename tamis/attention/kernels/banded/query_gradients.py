@@ -50,7 +50,10 @@ class SelectedParts(NamedTuple):
     gradients: Tensor  # [segments · G · segment · n_sel · parts of a block · R, D]
     ids: Tensor  # int32 [B,S,G,n_sel]
     parts_of_block: int
-    chunk: tuple[int, int, int, int]  # its first segment, its segments, those of a sequence, and tokens of a segment
+    first_segment: int
+    segments: int  # of the chunk
+    segments_per_sequence: int
+    segment: int  # tokens
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def _add_dq(
         k_tile = load_keys(k, sequence, g, first, N, stride_kn, D, DP, BN, COPIED)
         v_tile = load_keys(v, sequence, g, first, N, stride_vn, D, DP, BN, COPIED)
         k_transposed, v_transposed = tl.trans(k_tile), tl.trans(v_tile)
-        if (not COPIED) or j < tiles:  # always true: see the top of this file
+        if (not COPIED) or j < tiles:  # always true: see the top of `queries.py`
             s = tl.dot(q, k_transposed, input_precision=PRECISION)
             dp = tl.dot(dout, v_transposed, input_precision=PRECISION)
             p = tl.exp2(s * scale - lse2[:, None])
@@ -188,17 +191,13 @@ def write_query_gradient(
     copied = bool(dense) and all(copies_tiles(R, band.k, band.v) for band, _ in dense)
     tile = tile_for("dq", q, R, copied)
     tensors, numbers, constants = _dense_arguments(dense, tile.keys, copied)
-    parts: tuple[Tensor | None, ...] = (None, None)
-    ids_strides: tuple[int, ...] = (0, 0, 0)
-    (first_segment, segments, per_sequence, segment), slots, sub = (0, B, 1, S), 1, 1
-    if selected:
-        parts, ids_strides = (selected.gradients, selected.ids), selected.ids.stride()[:3]
-        first_segment, segments, per_sequence, segment = selected.chunk
-        slots, sub = selected.ids.shape[3], selected.parts_of_block
-    registers_of_part = tile.rows * padded(D) * q.element_size() // (4 * 32 * tile.warps)
+    gradients, ids, sub, first_segment, segments, per_sequence, segment = selected or (None, None, 1, 0, B, 1, S)
+    slots, ids_strides = (1, (0, 0, 0)) if ids is None else (ids.shape[3], ids.stride()[:3])
+    registers_of_part = max(1, tile.rows * padded(D) * q.element_size() // (4 * 32 * tile.warps))
     at_once = min(max(1, REGISTERS_OF_PARTS // registers_of_part), next_power_of_2(slots * sub))
     _dq_kernel[(cdiv(segment * R, tile.rows) * segments * G,)](
-        q, dout, dq, *parts, *tensors, *q.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *ids_strides, *numbers,
+        q, dout, dq, gradients, ids, *tensors,
+        *q.stride()[:3], *dout.stride()[:3], *dq.stride()[:3], *ids_strides, *numbers,
         S, G, first_segment, per_sequence, segment, scale, scale * LOG2E, **constants,
         SLOTS=slots, SLOTS_P2=next_power_of_2(slots), SUB=sub, AT_ONCE=at_once,
         R=R, D=D, DP=padded(D), PRECISION=precision(q.dtype),

@@ -1,4 +1,4 @@
-"""Triton: gradients of selected attention, block by block. One sweep over the chosen pairs gives all three.
+"""Triton: gradients of selected attention, block by block. One sweep over the pairs gives dk, dv and parts of dq.
 
 A program holds dK and dV of a block in registers while it walks the tokens that chose the block. Each pair leaves one
 partial query gradient, which `banded/query_gradients.py` adds up in slot order, with what the dense branches add. There
@@ -124,8 +124,8 @@ def selected_backward(
                 scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
         segments = min(layout.segments_per_chunk, layout.segments - lists.first_segment)
-        place = lists.first_segment, segments, layout.segments_per_sequence, layout.segment
-        left = SelectedParts(part_dq, ids_BSGn, parts, place)
+        chunk_of_dq = lists.first_segment, segments, layout.segments_per_sequence, layout.segment
+        left = SelectedParts(part_dq, ids_BSGn, parts, *chunk_of_dq)
         write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, left)
         merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,

@@ -151,7 +151,7 @@ def _offset_type(q_BSHD: Tensor, layout: Layout, parts: int) -> tl.dtype:
 
 
 def merge_launch(layout: Layout, sizes: dict) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and sizes for the kernels that join a token's partial results, in tiles of tokens × heads."""
+    """Grid and sizes for the kernel that joins a token's partial outputs, in tiles of tokens × heads."""
     rows = max(2048 // sizes["BD"], next_power_of_2(sizes["R"]))
     grid = (cdiv(layout.segment, rows // sizes["R"]) * layout.segments_per_chunk * layout.groups,)
     return grid, {name: sizes[name] for name in ("G", "R", "N", "SUB", "D", "BD")} | {"ROWS": rows}
