@@ -4,7 +4,8 @@ The dense branches walk their keys as in `queries.py`. The selected branch left 
 chose (`selected/backward.py`): a program adds those up before it walks, while other programs on its multiprocessor
 multiply. A kernel of its own for them would be bound by memory, and would write and read a sum once more.
 
-Programs take the segments of a chunk (`selected/layout.py`); without the selected branch, a sequence is one segment.
+Programs take the segments of a chunk (`selected/layout.py`) in order, and the tiles of each from its last tokens on.
+Without the selected branch, a sequence is one segment.
 """
 
 # mypy: disable-error-code="no-untyped-def"
