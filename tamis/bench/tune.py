@@ -26,6 +26,7 @@ from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import block_tiles, copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import CHUNKS_OF_WHOLE_SEQUENCES, selected_backward
+from tamis.attention.kernels.selected.layout import Layout
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward, reads_rows
 from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -219,14 +220,14 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
 
 
 def parts_left(q: Tensor, ids: Tensor, spec: NSASpec) -> SelectedParts:
-    """Partial query gradients of some sequences, as the selected branch leaves them for the pass that writes dq.
+    """Partial query gradients of one chunk, as the selected branch leaves them for the pass that writes dq.
 
     Timed without them, a tile of half the keys was faster; with them, as in training, it is slower.
     """
-    batch, tokens, heads, dim = q.shape
-    sequences, (_, parts_of_block) = max(1, batch // CHUNKS_OF_WHOLE_SEQUENCES), block_tiles(spec)
-    rows = sequences * tokens * heads * spec.n_sel * parts_of_block
-    return SelectedParts(q.new_empty(rows, dim).normal_(), ids, parts_of_block, 0, sequences, 1, tokens)
+    layout, (_, parts_of_block) = Layout.of(ids, spec, CHUNKS_OF_WHOLE_SEQUENCES), block_tiles(spec)
+    rows = layout.pairs_per_chunk * parts_of_block * (q.shape[2] // layout.groups)
+    chunk = 0, layout.segments_per_chunk, layout.segments_per_sequence, layout.segment
+    return SelectedParts(q.new_empty(rows, q.shape[3]).normal_(std=0.1), ids, parts_of_block, *chunk)
 
 
 def union_call(shape: TuneShape, device: torch.device) -> KernelCall:
