@@ -226,8 +226,8 @@ def parts_left(q: Tensor, ids: Tensor, spec: NSASpec) -> SelectedParts:
     """
     layout, (_, parts_of_block) = Layout.of(ids, spec, CHUNKS_OF_WHOLE_SEQUENCES), block_tiles(spec)
     rows = layout.pairs_per_chunk * parts_of_block * (q.shape[2] // layout.groups)
-    chunk = 0, layout.segments_per_chunk, layout.segments_per_sequence, layout.segment
-    return SelectedParts(q.new_empty(rows, q.shape[3]).normal_(std=0.1), ids, parts_of_block, *chunk)
+    gradients = q.new_empty(rows, q.shape[3]).normal_(std=0.1)
+    return SelectedParts(gradients, ids, parts_of_block, *layout.chunk_from(0))
 
 
 def union_call(shape: TuneShape, device: torch.device) -> KernelCall:

@@ -135,10 +135,8 @@ def _dq_kernel(
 ):  # fmt: skip
     """Write dq of up to three branches: queries and gradients are read once, and dq is rounded once."""
     tile, in_chunk, g = program_tile(tl.cdiv(segment * R, BM), G)
-    sequence, first_token = (
-        (first_segment + in_chunk) // per_sequence,
-        (first_segment + in_chunk) % per_sequence * segment,
-    )
+    index = first_segment + in_chunk
+    sequence, first_token = index // per_sequence, index % per_sequence * segment
     b = sequence.to(tl.int64)
     t0, away, r, alive = rows_from(tile * BM, tl.minimum(segment, S - first_token), R, BM)
     t0 += first_token

@@ -123,9 +123,7 @@ def selected_backward(
                 *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work,
                 scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
-        segments = min(layout.segments_per_chunk, layout.segments - lists.first_segment)
-        chunk_of_dq = lists.first_segment, segments, layout.segments_per_sequence, layout.segment
-        left = SelectedParts(part_dq, ids_BSGn, parts, *chunk_of_dq)
+        left = SelectedParts(part_dq, ids_BSGn, parts, *layout.chunk_from(lists.first_segment))
         write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, left)
         merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,

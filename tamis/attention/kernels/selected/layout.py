@@ -108,6 +108,11 @@ class Layout:
         """A bound on the items of lists that have several: such a list fills more than half of its items."""
         return min(self.items_per_chunk, 2 * self.pairs_per_chunk // self.item)
 
+    def chunk_from(self, first_segment: int) -> tuple[int, int, int, int]:
+        """Return a chunk's first segment, its number of segments, the segments per sequence, and tokens per segment."""
+        segments = min(self.segments_per_chunk, self.segments - first_segment)
+        return first_segment, segments, self.segments_per_sequence, self.segment
+
     def first_token(self, segment: int) -> int:
         """Position of a segment's first token among all tokens of the batch."""
         sequence, part = divmod(segment, self.segments_per_sequence)
