@@ -208,3 +208,11 @@ def test_gate_statistics_are_shares_entropy_and_collapse() -> None:
     assert statistics["share_window"] == pytest.approx((1 / 3 + 0 + 0 + 1 / 3) / 4)
     assert statistics["entropy"] == pytest.approx((2 * math.log(3) + 0 + math.log(2)) / 4, abs=1e-5)
     assert statistics["collapsed"] == pytest.approx(1 / 4)
+
+
+def test_gate_statistics_of_many_tokens_are_those_of_evenly_spaced_ones() -> None:
+    gates = torch.rand(16, 4096, 2, 3, generator=torch.Generator().manual_seed(0))
+    all_tokens = torch.stack([gate_statistics(sequence[None]) for sequence in gates]).mean(dim=0)
+    assert gate_statistics(gates).tolist() == pytest.approx(all_tokens.tolist(), abs=0.01)
+    gates[:, ::9] = torch.tensor([1.0, 0.0, 0.0])  # every ninth is taken, at other positions in other sequences
+    assert 0 < gate_statistics(gates)[4] < 0.2

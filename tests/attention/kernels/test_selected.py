@@ -23,7 +23,7 @@ from tamis.attention.kernels.selected import union as selected_union  # isort: s
 from tamis.attention.kernels.banded.queries import Rows  # isort: skip
 from tamis.attention.kernels.banded.query_gradients import write_query_gradient  # isort: skip
 from tamis.attention.kernels.launch import takes_halves  # isort: skip
-from tamis.attention.kernels.selected.backward import cached_segment, selected_backward  # isort: skip
+from tamis.attention.kernels.selected.backward import selected_backward  # isort: skip
 from tamis.attention.kernels.selected.layout import Layout  # isort: skip
 from tamis.attention.kernels.selected.lists import chunks_of_pairs  # isort: skip
 from tamis.attention.op import compressed_band, window_band  # isort: skip
@@ -180,37 +180,6 @@ def test_segments_cut_for_the_cache_and_queries_read_early_give_the_same_outputs
     assert relative_rmse(out, case.expected()[0]) < LIMIT[torch.float32]
     # The two multiply tiles of different shapes, and a BLAS may add up each shape in its own order: no equal bits.
     assert relative_rmse(out, other) < LIMIT[torch.float32] and relative_rmse(lse, other_lse) < LIMIT[torch.float32]
-
-
-def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
-    def layout(tokens: int, segment: int | None, chunk: int | None = None) -> Layout:
-        ids = torch.empty(1, tokens, 2, 16, dtype=torch.int32, device="meta")
-        return Layout.of(ids, NSASpec(), 4, chunk, segment=segment)
-
-    assert layout(8192, None).segment == 8192 and layout(8192, 3072).segment == 2752
-    assert layout(65536, None).segment == 16384 and layout(65536, 3072).segment == 4096  # 1,024 lists, of 64 on average
-    assert layout(65536, 3072).segments_per_chunk == 4 and layout(65536, 1 << 20).segment == 16384
-    assert layout(65536, 3072, chunk=1024).segment == 1024
-
-
-def test_chunks_hold_whole_sequences_where_they_fit() -> None:
-    def layout(batch: int, tokens: int, segment: int, chunk: int) -> Layout:
-        return Layout.of(
-            torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta"), NSASpec(), 4, chunk, segment=segment
-        )
-
-    two, part = layout(8, 8192, 3072, 16384), layout(2, 8192, 1024, 4096)
-    assert (two.segment, two.segments_per_chunk, two.sequences_per_chunk, two.chunks) == (2752, 6, 2, 4)
-    assert (part.segments_per_chunk, part.segments_per_sequence, part.sequences_per_chunk) == (4, 8, 2)
-    assert layout(1, 8192, 3072, 16384).segments_per_chunk == 3 and layout(1, 8192, 1 << 20, 16384).segments == 1
-
-
-def test_segments_of_the_halves_stay_in_the_cache_and_fill_their_items() -> None:
-    def segment(tokens: int) -> int:
-        q = torch.empty(1, tokens, 64, 128, dtype=torch.bfloat16, device="meta")
-        return cached_segment(q, 16, NSASpec())
-
-    assert [segment(tokens) for tokens in (2048, 8192, 16384)] == [1024, 2048, 4096]
 
 
 @pytest.fixture

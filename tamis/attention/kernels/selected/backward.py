@@ -40,7 +40,7 @@ from tamis.attention.kernels.selected.items import (
     masked_tiles_of,
     pairs_of_tile,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, sizes_of
+from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, chunks_of, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.merges import merge_key_gradients
 from tamis.attention.kernels.selected.pairs import check_selected
@@ -52,10 +52,11 @@ from tamis.attention.spec import NSASpec
 # Chunks of a large call. Memory is short here: the outputs of all branches and all gradients are held. Sequences that
 # need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
 CHUNKS = 5
-CHUNKS_OF_WHOLE_SEQUENCES = 4
-# Tokens of an item of `backward_items`: long ones load their block and write its sums less often, but in short
-# sequences lists differ more in length, and much longer items would leave processors idle at the end.
-ITEM_OF_SWEEP = 512
+MOST_CHUNKS_OF_WHOLE_SEQUENCES = 4
+# Tokens of an item of `backward_items`: long ones load their block and write its sums less often. Where there would be
+# few of them, shorter ones keep all processors busy to the end.
+LONGEST_ITEM = 1024
+ITEMS_WANTED = 1024
 
 
 def selected_backward(
@@ -93,11 +94,12 @@ def selected_backward(
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
     longest = packed.longest if packed else tokens
-    whole = longest * CHUNKS_OF_WHOLE_SEQUENCES <= max(LARGE, batch * tokens)
+    chunks = chunks_of(q_BSHD, spec, MOST_CHUNKS_OF_WHOLE_SEQUENCES)
+    whole = longest * chunks <= max(LARGE, batch * tokens)
     if halves and whole and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
-    chunks = CHUNKS_OF_WHOLE_SEQUENCES if whole else CHUNKS
-    item = ITEM if halves else ITEM_OF_SWEEP
+    chunks = chunks if whole else CHUNKS
+    item = ITEM if halves else item_of_sweep(ids_BSGn.numel())
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
@@ -132,6 +134,14 @@ def selected_backward(
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
+
+
+def item_of_sweep(pairs: int) -> int:
+    """Tokens of an item of `backward_items`, in a call of so many pairs."""
+    item = LONGEST_ITEM
+    while item > ITEM and pairs < ITEMS_WANTED * item:
+        item //= 2
+    return item
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
+CHUNK_BYTES = 1 << 30  # of partial results. Processors idle at the end of every chunk, so few large ones are faster
 SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
 WORD = 32  # tokens per word of marks
 CACHED_BYTES = 8 << 20  # of a group's queries and output gradients in a segment, which should stay in L2
@@ -117,6 +118,14 @@ class Layout:
         """Position of a segment's first token among all tokens of the batch."""
         sequence, part = divmod(segment, self.segments_per_sequence)
         return sequence * self.tokens + min(self.tokens, part * self.segment)
+
+
+def chunks_of(q_BSHD: Tensor, spec: NSASpec, most: int) -> int:
+    """Chunks of a large call: as few as take CHUNK_BYTES each, but at most `most`."""
+    batch, tokens, heads, dim = q_BSHD.shape
+    _, parts = block_tiles(spec)
+    rows = max(LARGE, batch * tokens) * spec.n_sel * parts * heads
+    return min(most, cdiv(rows * dim * q_BSHD.element_size(), CHUNK_BYTES))
 
 
 def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:

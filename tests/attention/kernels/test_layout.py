@@ -1,0 +1,60 @@
+"""How the selected branch cuts its tokens into segments, chunks and items."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tamis.attention import NSASpec
+from tamis.attention.kernels.selected.backward import item_of_sweep
+from tamis.attention.kernels.selected.layout import CHUNK_BYTES, Layout, cached_segment, chunks_of
+
+
+def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
+    def layout(tokens: int, segment: int | None, chunk: int | None = None) -> Layout:
+        ids = torch.empty(1, tokens, 2, 16, dtype=torch.int32, device="meta")
+        return Layout.of(ids, NSASpec(), 4, chunk, segment=segment)
+
+    assert layout(8192, None).segment == 8192 and layout(8192, 3072).segment == 2752
+    assert layout(65536, None).segment == 16384 and layout(65536, 3072).segment == 4096  # 1,024 lists, of 64 on average
+    assert layout(65536, 3072).segments_per_chunk == 4 and layout(65536, 1 << 20).segment == 16384
+    assert layout(65536, 3072, chunk=1024).segment == 1024
+
+
+def test_chunks_hold_whole_sequences_where_they_fit() -> None:
+    def layout(batch: int, tokens: int, segment: int, chunk: int) -> Layout:
+        return Layout.of(
+            torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta"), NSASpec(), 4, chunk, segment=segment
+        )
+
+    two, part = layout(8, 8192, 3072, 16384), layout(2, 8192, 1024, 4096)
+    assert (two.segment, two.segments_per_chunk, two.sequences_per_chunk, two.chunks) == (2752, 6, 2, 4)
+    assert (part.segments_per_chunk, part.segments_per_sequence, part.sequences_per_chunk) == (4, 8, 2)
+    assert layout(1, 8192, 3072, 16384).segments_per_chunk == 3 and layout(1, 8192, 1 << 20, 16384).segments == 1
+
+
+def test_segments_of_the_halves_stay_in_the_cache_and_fill_their_items() -> None:
+    def segment(tokens: int) -> int:
+        q = torch.empty(1, tokens, 64, 128, dtype=torch.bfloat16, device="meta")
+        return cached_segment(q, 16, NSASpec())
+
+    assert [segment(tokens) for tokens in (2048, 8192, 16384)] == [1024, 2048, 4096]
+
+
+def queries(batch: int, tokens: int, heads: int, dim: int) -> Tensor:
+    return torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16, device="meta")
+
+
+def test_chunks_are_few_and_their_partial_results_take_a_gibibyte() -> None:
+    spec = NSASpec()
+    m7c = [chunks_of(queries(batch, 2048, 12, 64), spec, most=4) for batch in (1, 32, 42, 1024)]
+    assert m7c == [2, 2, 2, 4]  # a small call is cut as one of 65,536 tokens
+    assert 42 * 2048 * spec.n_sel * 12 * 64 * 2 <= 2 * CHUNK_BYTES < 44 * 2048 * spec.n_sel * 12 * 64 * 2
+    assert chunks_of(queries(32, 2048, 64, 128), spec, most=4) == 4
+    assert chunks_of(queries(32, 2048, 2, 64), spec, most=4) == 1
+    assert chunks_of(queries(32, 2048, 12, 64), NSASpec(l_sel=128), most=4) == 3  # each block leaves two parts
+
+
+def test_items_of_the_sweep_are_long_where_there_are_enough_of_them() -> None:
+    tokens = (65536, 32768, 16384, 8192, 2048, 1)
+    assert [item_of_sweep(n * 2 * 16) for n in tokens] == [1024, 1024, 512, 256, 256, 256]
