@@ -171,7 +171,7 @@ def test_a_training_step_looks_at_no_value_and_a_callers_ids_are_looked_at(monke
     numbers = as_numbers(SMALL)
     with NothingIsRead():
         out, *saved = op.nsa_forward._init_fn(*inputs.values(), numbers)
-        op.nsa_backward._init_fn(out, *inputs.values(), *saved, numbers)
+        op.gradients(out, [*inputs.values(), *saved], numbers)
         with pytest.raises(AssertionError, match="the host waits"):
             function(**chosen)
 

@@ -118,4 +118,4 @@ def launch_attention(
             row = (flat, documents, longest or tokens)
         inputs: list[Any] = [q, *keys, gates]
         out, *saved = op.run_forward(*inputs, as_numbers(spec), *row)  # type: ignore[call-arg]
-        op.run_backward(out, *inputs, *saved, as_numbers(spec), *row)  # type: ignore[call-arg]
+        op.gradients(out, [*inputs, *saved], as_numbers(spec), *row)

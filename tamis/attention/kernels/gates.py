@@ -119,19 +119,37 @@ def mix_backward(
     if not trusted:
         _check(cmp, sel, win, gates)
         check_like("cmp", cmp, dout=(dout, tuple(cmp.shape)))
-    dout = unit_last_stride(dout)
+    dgates, planes = gate_gradients(unit_last_stride(dout), cmp, sel, win, gates)
+    weights, delta = weights_and_delta(planes, *cmp.shape[:3])
+    return dgates, weights, delta
+
+
+def gate_gradients(dout: Tensor, cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """dgates, and the memory of what `weights_and_delta` returns; dout has unit stride in its last dimension."""
     B, S, H, D = cmp.shape
-    heads, rows = gcd(H, HEADS_OF_DELTA), B * S * H
-    plane = rows + -rows % 4  # each branch's begins at a multiple of 16 bytes, where a copy may begin
+    heads = gcd(H, HEADS_OF_DELTA)
     block = max(heads, ELEMENTS_OF_DELTA // padded(D) * heads // HEADS_OF_DELTA)
     dgates = empty(gates.shape, gates.dtype, gates.device)
-    planes = empty((2, 3, plane), torch.float32, cmp.device)
-    weights, delta = planes.as_strided((2, 3, B, H, S), (3 * plane, plane, H * S, S, 1)).unbind()
+    planes = empty(planes_shape(B, S, H), torch.float32, cmp.device)
+    weights, delta = planes
     _delta_kernel[(H // heads * cdiv(S, block // heads) * B,)](
-        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, plane,
+        dout, cmp, sel, win, gates, dgates, weights, delta, *dout.stride()[:3], S, H, planes.shape[2],
         D=D, DP=padded(D), BM=block, HEADS=heads, num_warps=4,
     )  # fmt: skip
-    return dgates, weights, delta
+    return dgates, planes
+
+
+def planes_shape(batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
+    """Each branch's part begins at a multiple of 16 bytes, where a copy may begin."""
+    rows = batch * tokens * heads
+    return 2, 3, rows + -rows % 4
+
+
+def weights_and_delta(planes: Tensor, batch: int, tokens: int, heads: int) -> tuple[Tensor, ...]:
+    """Gates and `gate·<dout, branch>`, `[3,B,H,S]` each."""
+    plane = planes.shape[2]
+    shape = 2, 3, batch, heads, tokens
+    return planes.as_strided(shape, (3 * plane, plane, heads * tokens, tokens, 1)).unbind()
 
 
 def _check(cmp: Tensor, sel: Tensor, win: Tensor, gates: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
-from tamis.attention.op import run_backward, run_forward
+from tamis.attention.op import gradients, run_forward
 from tamis.attention.spec import as_numbers
 from tamis.attention.verify import random_inputs
 
@@ -38,7 +38,7 @@ def far(x: Tensor, memory: Tensor, place: int) -> Tensor:
 def forward_and_backward(inputs: list[Tensor], gates: Tensor, dout: Tensor) -> list[Tensor]:
     arguments: list = [*inputs, gates]
     out, *saved = run_forward(*arguments, as_numbers(SPEC))
-    return [out, *run_backward(dout, *arguments, *saved, as_numbers(SPEC))]
+    return [out, *gradients(dout, [*arguments, *saved], as_numbers(SPEC))]
 
 
 def test_offsets_beyond_31_bits_change_no_bit(memory: Tensor) -> None:

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from tamis.attention import NSASpec
 from tamis.attention.kernels.selected.backward import item_of_sweep
-from tamis.attention.kernels.selected.layout import CHUNK_BYTES, Layout, cached_segment, chunks_of
+from tamis.attention.kernels.selected.layout import (
+    CHUNK_BYTES,
+    Layout,
+    cached_segment,
+    chunks_of_whole,
+    stays_whole,
+)
 
 
 def test_segments_cut_for_the_cache_stay_long_enough_for_their_lists() -> None:
@@ -47,14 +53,22 @@ def queries(batch: int, tokens: int, heads: int, dim: int) -> Tensor:
 
 def test_chunks_are_few_and_their_partial_results_take_a_gibibyte() -> None:
     spec = NSASpec()
-    m7c = [chunks_of(queries(batch, 2048, 12, 64), spec, most=4) for batch in (1, 32, 42, 1024)]
+    m7c = [chunks_of_whole(queries(batch, 2048, 12, 64), spec) for batch in (1, 32, 42, 1024)]
     assert m7c == [2, 2, 2, 4]  # a small call is cut as one of 65,536 tokens
     assert 42 * 2048 * spec.n_sel * 12 * 64 * 2 <= 2 * CHUNK_BYTES < 44 * 2048 * spec.n_sel * 12 * 64 * 2
-    assert chunks_of(queries(32, 2048, 64, 128), spec, most=4) == 4
-    assert chunks_of(queries(32, 2048, 2, 64), spec, most=4) == 1
-    assert chunks_of(queries(32, 2048, 12, 64), NSASpec(l_sel=128), most=4) == 3  # each block leaves two parts
+    assert chunks_of_whole(queries(32, 2048, 64, 128), spec) == 4
+    assert chunks_of_whole(queries(32, 2048, 2, 64), spec) == 1
+    assert chunks_of_whole(queries(32, 2048, 12, 64), NSASpec(l_sel=128)) == 3  # each block leaves two parts
 
 
-def test_items_of_the_sweep_are_long_where_there_are_enough_of_them() -> None:
-    tokens = (65536, 32768, 16384, 8192, 2048, 1)
-    assert [item_of_sweep(n * 2 * 16) for n in tokens] == [1024, 1024, 512, 256, 256, 256]
+def test_sequences_stay_whole_up_to_a_quarter_of_a_large_call() -> None:
+    assert stays_whole(queries(4, 16384, 12, 64), None) and not stays_whole(queries(2, 32768, 12, 64), None)
+    assert stays_whole(queries(1, 16384, 12, 64), None) and stays_whole(queries(4, 32768, 12, 64), None)
+
+
+def test_items_of_the_sweep_are_long_where_a_chunk_has_enough_of_them() -> None:
+    def item(batch: int, tokens: int, chunks: int) -> int:
+        return item_of_sweep(torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta"), chunks)
+
+    assert [item(batch, 2048, chunks=2) for batch in (64, 32, 16, 8, 4, 1)] == [1024, 1024, 1024, 512, 256, 256]
+    assert [item(1, tokens, chunks=5) for tokens in (131072, 65536, 1)] == [1024, 512, 256]

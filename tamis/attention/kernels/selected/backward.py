@@ -40,7 +40,15 @@ from tamis.attention.kernels.selected.items import (
     masked_tiles_of,
     pairs_of_tile,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import ITEM, LARGE, Layout, cached_segment, chunks_of, sizes_of
+from tamis.attention.kernels.selected.layout import (
+    ITEM,
+    LARGE,
+    Layout,
+    cached_segment,
+    chunks_of_whole,
+    sizes_of,
+    stays_whole,
+)
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.merges import merge_key_gradients
 from tamis.attention.kernels.selected.pairs import check_selected
@@ -49,14 +57,12 @@ from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
-# Chunks of a large call. Memory is short here: the outputs of all branches and all gradients are held. Sequences that
-# need not be cut leave room for larger chunks: they have no sums in float32, and fewer lists.
-CHUNKS = 5
-MOST_CHUNKS_OF_WHOLE_SEQUENCES = 4
-# Tokens of an item of `backward_items`: long ones load their block and write its sums less often. Where there would be
-# few of them, shorter ones keep all processors busy to the end.
+# Chunks of a large call with sequences that must be cut. Those take more memory: sums in float32, and more lists.
+CHUNKS_OF_CUT = 5
+# Tokens of an item of `backward_items`: long ones load their block and write its sums less often. Where a chunk would
+# have few of them, shorter ones keep all processors busy to the end.
 LONGEST_ITEM = 1024
-ITEMS_WANTED = 1024
+ITEMS_WANTED = 800
 
 
 def selected_backward(
@@ -93,13 +99,11 @@ def selected_backward(
     heads_per_group = heads // ids_BSGn.shape[2]
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
-    longest = packed.longest if packed else tokens
-    chunks = chunks_of(q_BSHD, spec, MOST_CHUNKS_OF_WHOLE_SEQUENCES)
-    whole = longest * chunks <= max(LARGE, batch * tokens)
+    whole = stays_whole(q_BSHD, packed)
     if halves and whole and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
-    chunks = chunks if whole else CHUNKS
-    item = ITEM if halves else item_of_sweep(ids_BSGn.numel())
+    chunks = chunks_of_whole(q_BSHD, spec) if whole else CHUNKS_OF_CUT
+    item = ITEM if halves else item_of_sweep(ids_BSGn, chunks)
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts, groups = sizes["SUB"], layout.groups
@@ -136,8 +140,10 @@ def selected_backward(
     return dk, dv
 
 
-def item_of_sweep(pairs: int) -> int:
-    """Tokens of an item of `backward_items`, in a call of so many pairs."""
+def item_of_sweep(ids_BSGn: Tensor, chunks: int) -> int:
+    """Tokens of an item of `backward_items`, in a call that is cut into so many chunks if it is large."""
+    batch, tokens, groups, slots = ids_BSGn.shape
+    pairs = min(batch * tokens, max(LARGE, batch * tokens) // chunks) * groups * slots
     item = LONGEST_ITEM
     while item > ITEM and pairs < ITEMS_WANTED * item:
         item //= 2

@@ -14,6 +14,7 @@ from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
+MOST_CHUNKS = 4  # of a large call whose sequences are whole
 CHUNK_BYTES = 1 << 30  # of partial results. Processors idle at the end of every chunk, so few large ones are faster
 SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
 WORD = 32  # tokens per word of marks
@@ -120,12 +121,18 @@ class Layout:
         return sequence * self.tokens + min(self.tokens, part * self.segment)
 
 
-def chunks_of(q_BSHD: Tensor, spec: NSASpec, most: int) -> int:
-    """Chunks of a large call: as few as take CHUNK_BYTES each, but at most `most`."""
+def stays_whole(q_BSHD: Tensor, packed: PackedTables | None) -> bool:
+    """Whether a large call's sequences are so short that none is cut, however many chunks there are."""
+    batch, tokens = q_BSHD.shape[:2]
+    return (packed.longest if packed else tokens) * MOST_CHUNKS <= max(LARGE, batch * tokens)
+
+
+def chunks_of_whole(q_BSHD: Tensor, spec: NSASpec) -> int:
+    """Chunks of a large call whose sequences stay whole: as few as take CHUNK_BYTES each, but at most MOST_CHUNKS."""
     batch, tokens, heads, dim = q_BSHD.shape
     _, parts = block_tiles(spec)
     rows = max(LARGE, batch * tokens) * spec.n_sel * parts * heads
-    return min(most, cdiv(rows * dim * q_BSHD.element_size(), CHUNK_BYTES))
+    return min(MOST_CHUNKS, cdiv(rows * dim * q_BSHD.element_size(), CHUNK_BYTES))
 
 
 def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:
