@@ -25,8 +25,8 @@ from tamis.attention.kernels.banded.queries import Rows
 from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_query_gradient
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import block_tiles, copies_tiles, padded, specializes_warps, takes_halves
-from tamis.attention.kernels.selected.backward import selected_backward
-from tamis.attention.kernels.selected.layout import Layout, chunks_of_whole
+from tamis.attention.kernels.selected.backward import CHUNKS_OF_CUT, selected_backward
+from tamis.attention.kernels.selected.layout import Layout, chunks_of
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward, reads_rows
 from tamis.attention.kernels.selected.union import copies_blocks, union_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -224,7 +224,8 @@ def parts_left(q: Tensor, ids: Tensor, spec: NSASpec) -> SelectedParts:
 
     Timed without them, a tile of half the keys was faster; with them, as in training, it is slower.
     """
-    layout, (_, parts_of_block) = Layout.of(ids, spec, chunks_of_whole(q, spec)), block_tiles(spec)
+    chunks, (_, parts_of_block) = chunks_of(q, spec, None, CHUNKS_OF_CUT), block_tiles(spec)
+    layout = Layout.of(ids, spec, chunks)
     rows = layout.pairs_per_chunk * parts_of_block * (q.shape[2] // layout.groups)
     gradients = q.new_empty(rows, q.shape[3]).normal_(std=0.1)
     return SelectedParts(gradients, ids, parts_of_block, *layout.chunk_from(0))

@@ -28,7 +28,7 @@ EMBEDDING_STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.out.weight", "feed_forward.down.weight")  # what adds to the residual stream
 MATRIX_GAIN = 0.55  # std = gain / sqrt(fan in): 0.02 at the width of 768, and the same variance at any other
 MOST_SHAPES = 24  # that one block is compiled for: lengths of a schedule, sizes of packed offsets, validation
-STATISTICS_TOKENS = 8192  # from so many on, gate statistics take every n-th token; all would take 0.3% of a step
+STATISTICS_TOKENS = 8192  # from twice as many on, gate statistics take every n-th; all would take 0.3% of a step
 COLLAPSED_SHARE = 0.95  # a head whose gates give one branch more than this has collapsed
 GATE_STATISTICS = ("share_compressed", "share_selected", "share_window", "entropy", "collapsed")
 
@@ -85,12 +85,11 @@ def _attention(config: Config, kind: str, rotary: Rotary, backend: Backend) -> N
 def gate_statistics(gates_BSH3: Tensor) -> Tensor:
     """Return the five numbers of GATE_STATISTICS: mean share per branch, entropy of the shares in nats, collapse.
 
-    They are of evenly spaced tokens, an odd distance apart, so that every position of a block is among them.
+    They are of evenly spaced tokens, an odd distance apart: lengths and blocks are mostly powers of two, so that all
+    positions are among them.
     """
     gates = gates_BSH3.detach().flatten(0, 1)
-    if len(gates) > STATISTICS_TOKENS:
-        gates = gates[:: len(gates) // STATISTICS_TOKENS | 1]
-    gates = gates.float()
+    gates = gates[:: len(gates) // STATISTICS_TOKENS | 1].float()
     shares = gates / gates.sum(dim=-1, keepdim=True).clamp_min(1e-9)
     entropy = -(shares * shares.clamp_min(1e-9).log()).sum(dim=-1)
     collapsed = (shares.amax(dim=-1) > COLLAPSED_SHARE).float()

@@ -227,9 +227,10 @@ def test_a_cuda_graph_replays_forward_and_backward():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_peak_memory_of_64k_tokens_stays_under_its_limit():
-    spec = NSASpec()
-    inputs = random_inputs(spec, tokens=65536, heads_per_group=6, dim=64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("length", [2048, 16384, 65536])
+def test_peak_memory_of_64k_tokens_stays_under_its_limit(length):
+    spec, shape = NSASpec(), {"batch": 65536 // length, "tokens": length, "heads_per_group": 6, "dim": 64}
+    inputs = random_inputs(spec, dtype=torch.bfloat16, **shape)
     dout = torch.randn_like(inputs[0])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ from tamis.attention.kernels.selected.layout import (
     CHUNK_BYTES,
     Layout,
     cached_segment,
-    chunks_of_whole,
+    chunks_of,
     stays_whole,
 )
 
@@ -53,12 +53,13 @@ def queries(batch: int, tokens: int, heads: int, dim: int) -> Tensor:
 
 def test_chunks_are_few_and_their_partial_results_take_a_gibibyte() -> None:
     spec = NSASpec()
-    m7c = [chunks_of_whole(queries(batch, 2048, 12, 64), spec) for batch in (1, 32, 42, 1024)]
+    m7c = [chunks_of(queries(batch, 2048, 12, 64), spec, None, of_cut=5) for batch in (1, 32, 42, 1024)]
     assert m7c == [2, 2, 2, 4]  # a small call is cut as one of 65,536 tokens
     assert 42 * 2048 * spec.n_sel * 12 * 64 * 2 <= 2 * CHUNK_BYTES < 44 * 2048 * spec.n_sel * 12 * 64 * 2
-    assert chunks_of_whole(queries(32, 2048, 64, 128), spec) == 4
-    assert chunks_of_whole(queries(32, 2048, 2, 64), spec) == 1
-    assert chunks_of_whole(queries(32, 2048, 12, 64), NSASpec(l_sel=128)) == 3  # each block leaves two parts
+    assert chunks_of(queries(32, 2048, 64, 128), spec, None, of_cut=5) == 4
+    assert chunks_of(queries(32, 2048, 2, 64), spec, None, of_cut=5) == 1
+    assert chunks_of(queries(32, 2048, 12, 64), NSASpec(l_sel=128), None, of_cut=5) == 3  # each block leaves two parts
+    assert chunks_of(queries(2, 32768, 12, 64), spec, None, of_cut=5) == 5
 
 
 def test_sequences_stay_whole_up_to_a_quarter_of_a_large_call() -> None:

@@ -8,6 +8,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from tamis.attention import NSASpec, nsa_attention
 from tamis.attention import functional as backend
 from tamis.attention.kernels import tape
+from tamis.attention.packing import PackedRow
 
 LIMIT_GIB = 1.2
 TOKENS = 65536
@@ -15,9 +16,19 @@ TOKENS = 65536
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts allocations of the interpreter's launches")
 
 
-def peak_gib(length: int) -> float:
+def packed_row(length: int, spec: NSASpec) -> PackedRow:
+    """Equal documents, and as much room for others as training leaves at most."""
+    ends = torch.arange(0, TOKENS + 1, length, dtype=torch.int32)
+    return PackedRow.of(torch.nn.functional.pad(ends, (0, 8192), value=TOKENS), TOKENS, spec)
+
+
+def peak_gib(length: int, is_packed: bool = False) -> float:
     spec, batch, dtype = NSASpec(), TOKENS // length, torch.bfloat16
-    blocks = spec.compressed_blocks(length)
+    blocks, options = spec.compressed_blocks(length), {}
+    if is_packed:
+        row = packed_row(length, spec)
+        options = {"cu_seqlens": row, "max_seqlen": length}
+        batch, length, blocks = 1, TOKENS, row.layout(spec).last_position.numel()
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, requires_grad=True)
@@ -31,7 +42,7 @@ def peak_gib(length: int) -> float:
     ):
         # Else no call is repeated from a tape.
         patch.setattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-        out = nsa_attention(*inputs, spec, backend="triton")
+        out = nsa_attention(*inputs, spec, backend="triton", **options)
         out.backward(dout)
     total = peak = 0
     for event in recorded.profiler.kineto_results.events():
@@ -41,10 +52,13 @@ def peak_gib(length: int) -> float:
     return peak / (1 << 30)
 
 
-@pytest.mark.parametrize("length", [2048, 8192, 16384, 32768, 65536])
-def test_m7c_needs_less_than_the_limit_above_its_inputs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("length", [2048, 8192, 16384, 65536])
+def test_m7c_needs_less_than_the_limit_above_its_inputs(
+    length: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
     monkeypatch.setattr(backend, "why_no_kernels", lambda *args: None)  # bf16 is wrong there only when kernels run
     for how in ("ordinary", "recorded", "repeated"):
-        assert 0.5 < peak_gib(length) < LIMIT_GIB, how
+        assert 0.5 < peak_gib(length, is_packed) < LIMIT_GIB, how
     assert [type(known) for known in tape._tapes.values()] == [tape.Tape] * 2

@@ -45,7 +45,7 @@ from tamis.attention.kernels.selected.layout import (
     LARGE,
     Layout,
     cached_segment,
-    chunks_of_whole,
+    chunks_of,
     sizes_of,
     stays_whole,
 )
@@ -57,8 +57,7 @@ from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
 from tamis.attention.spec import NSASpec
 
-# Chunks of a large call with sequences that must be cut. Those take more memory: sums in float32, and more lists.
-CHUNKS_OF_CUT = 5
+CHUNKS_OF_CUT = 5  # of a large call with a sequence that must be cut, which takes sums in float32 and more lists
 # Tokens of an item of `backward_items`: long ones load their block and write its sums less often. Where a chunk would
 # have few of them, shorter ones keep all processors busy to the end.
 LONGEST_ITEM = 1024
@@ -99,10 +98,9 @@ def selected_backward(
     heads_per_group = heads // ids_BSGn.shape[2]
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
-    whole = stays_whole(q_BSHD, packed)
-    if halves and whole and segment is None and packed is None:
+    if halves and stays_whole(q_BSHD, packed) and segment is None and packed is None:
         segment = cached_segment(q_BSHD, heads_per_group, spec)
-    chunks = chunks_of_whole(q_BSHD, spec) if whole else CHUNKS_OF_CUT
+    chunks = chunks_of(q_BSHD, spec, packed, CHUNKS_OF_CUT)
     item = ITEM if halves else item_of_sweep(ids_BSGn, chunks)
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)

@@ -14,8 +14,9 @@ from tamis.attention.spec import NSASpec
 
 ITEM = 256  # tokens per item: enough to pay for loading the block, few enough to keep all processors busy to the end
 LARGE = 65536  # tokens; smaller calls have fewer chunks, since short chunks leave short lists
-MOST_CHUNKS = 4  # of a large call whose sequences are whole
+MOST_CHUNKS = 4  # of a large call
 CHUNK_BYTES = 1 << 30  # of partial results. Processors idle at the end of every chunk, so few large ones are faster
+PACKED_CHUNK_BYTES = 1 << 29  # lists and sums of a packed row take memory too
 SHORTEST = 64  # tokens of a list, on average, where segments are cut for the sake of the cache
 WORD = 32  # tokens per word of marks
 CACHED_BYTES = 8 << 20  # of a group's queries and output gradients in a segment, which should stay in L2
@@ -122,17 +123,20 @@ class Layout:
 
 
 def stays_whole(q_BSHD: Tensor, packed: PackedTables | None) -> bool:
-    """Whether a large call's sequences are so short that none is cut, however many chunks there are."""
+    """Whether the longest sequence, or document, fits into the smallest chunk of a large call."""
     batch, tokens = q_BSHD.shape[:2]
     return (packed.longest if packed else tokens) * MOST_CHUNKS <= max(LARGE, batch * tokens)
 
 
-def chunks_of_whole(q_BSHD: Tensor, spec: NSASpec) -> int:
-    """Chunks of a large call whose sequences stay whole: as few as take CHUNK_BYTES each, but at most MOST_CHUNKS."""
+def chunks_of(q_BSHD: Tensor, spec: NSASpec, packed: PackedTables | None, of_cut: int) -> int:
+    """Chunks of a large call: `of_cut` if a sequence must be cut, else few that take CHUNK_BYTES, up to MOST_CHUNKS."""
+    if not stays_whole(q_BSHD, packed):
+        return of_cut
     batch, tokens, heads, dim = q_BSHD.shape
     _, parts = block_tiles(spec)
     rows = max(LARGE, batch * tokens) * spec.n_sel * parts * heads
-    return min(MOST_CHUNKS, cdiv(rows * dim * q_BSHD.element_size(), CHUNK_BYTES))
+    each = PACKED_CHUNK_BYTES if packed else CHUNK_BYTES
+    return min(MOST_CHUNKS, cdiv(rows * dim * q_BSHD.element_size(), each))
 
 
 def cached_segment(q_BSHD: Tensor, heads_per_group: int, spec: NSASpec) -> int:

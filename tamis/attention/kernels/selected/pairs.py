@@ -37,14 +37,7 @@ from tamis.attention.kernels.selected.items import (
     pairs_of_tile,
     rows_of_tile,
 )  # fmt: skip
-from tamis.attention.kernels.selected.layout import (
-    MOST_CHUNKS,
-    Layout,
-    chunks_of_whole,
-    merge_launch,
-    sizes_of,
-    stays_whole,
-)
+from tamis.attention.kernels.selected.layout import MOST_CHUNKS, Layout, chunks_of, merge_launch, sizes_of
 from tamis.attention.kernels.selected.lists import chunks_of_pairs, item_arguments
 from tamis.attention.kernels.selected.merges import merge_outputs
 from tamis.attention.kernels.selected.union import Unions, load_at, store_at, union_forward
@@ -122,7 +115,7 @@ def pairs_forward(
     batch, tokens, heads, dim = q_BSHD.shape
     bytes_per_token = heads // ids_BSGn.shape[2] * dim * q_BSHD.element_size()
     segment = max(1, cached_bytes // bytes_per_token)
-    chunks = chunks_of_whole(q_BSHD, spec) if stays_whole(q_BSHD, packed) else MOST_CHUNKS
+    chunks = chunks_of(q_BSHD, spec, packed, MOST_CHUNKS)
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, latest_start(start), segment, packed)
     sizes = sizes_of(q_BSHD, layout, spec)
     parts = sizes["SUB"]
