@@ -207,7 +207,7 @@ def gradients(
 
     The branches' outputs are taken off the list, and freed if nothing else holds them: it saves 0.3 GiB at 64k tokens.
     """
-    dout, saved[7] = unit_last_stride(dout), saved[7].contiguous()
+    dout, saved[7] = unit_last_stride(dout), saved[7].contiguous()  # one copy for both operations, if any
     dgates, planes = of_gates(dout, *saved[8:11], saved[7])
     del saved[8:11]
     return *of_others(dout, *saved, planes, *numbers), dgates
@@ -220,14 +220,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(packed, *tensors, *output[1:])
 
 
-def _gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+def _registered_gradients(ctx: Any, dout: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
     packed, *saved = ctx.saved_tensors
     numbers = ctx.spec, packed, *ctx.numbers
     of_inputs = gradients(dout, saved, *numbers, of_gates=nsa_gate_gradients, of_others=nsa_backward)
     return *of_inputs, None, None, None, None, None, None
 
 
-nsa_forward.register_autograd(_gradients, setup_context=_save)
+nsa_forward.register_autograd(_registered_gradients, setup_context=_save)
 
 
 class _EagerAttention(torch.autograd.Function):

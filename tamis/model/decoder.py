@@ -85,8 +85,8 @@ def _attention(config: Config, kind: str, rotary: Rotary, backend: Backend) -> N
 def gate_statistics(gates_BSH3: Tensor) -> Tensor:
     """Return the five numbers of GATE_STATISTICS: mean share per branch, entropy of the shares in nats, collapse.
 
-    They are of evenly spaced tokens, an odd distance apart: lengths and blocks are mostly powers of two, so that all
-    positions are among them.
+    Of many tokens it takes evenly spaced ones. Their distance is odd, because sequences and blocks are mostly powers of
+    two long: so it meets every position.
     """
     gates = gates_BSH3.detach().flatten(0, 1)
     gates = gates[:: len(gates) // STATISTICS_TOKENS | 1].float()

@@ -131,9 +131,8 @@ def test_what_kernels_read_by_place_must_be_contiguous(call: str, name: str) -> 
 
 
 def test_heads_of_a_query_gradient_must_lie_within_32_bits() -> None:
-    far = torch.empty_strided(
-        (1, 20, 6, 4), (24, 4, 1 << 29, 1), dtype=torch.float16
-    )  # never touched, so it is no memory
+    # Never touched, so it takes no memory.
+    far = torch.empty_strided((1, 20, 6, 4), (24, 4, 1 << 29, 1), dtype=torch.float16)
     assert "whose heads lie within 2,147,483,648 elements" in refusal("selected_backward", "dq", far)
 
 

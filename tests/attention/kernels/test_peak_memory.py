@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts alloca
 
 
 def packed_row(length: int, spec: NSASpec) -> PackedRow:
-    """Equal documents, and as much room for others as training leaves at most."""
+    """Equal documents, and room for as many others as training ever leaves."""
     ends = torch.arange(0, TOKENS + 1, length, dtype=torch.int32)
     return PackedRow.of(torch.nn.functional.pad(ends, (0, 8192), value=TOKENS), TOKENS, spec)
 

@@ -1,8 +1,8 @@
 """Triton: the query gradient. One pass over the queries adds up the parts of all three branches.
 
 The dense branches walk their keys as in `queries.py`. The selected branch left one part for each block that a token
-chose (`selected/backward.py`): a program adds those up before it walks, while other programs on its multiprocessor
-multiply. A kernel of its own for them would be bound by memory, and would write and read a sum once more.
+chose (`selected/backward.py`): a program adds those up before it walks. A kernel of its own for them would write a sum
+that this one reads again.
 
 Programs take the segments of a chunk (`selected/layout.py`) in order, and the tiles of each from its last tokens on.
 Without the selected branch, a sequence is one segment.

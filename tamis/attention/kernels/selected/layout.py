@@ -129,7 +129,10 @@ def stays_whole(q_BSHD: Tensor, packed: PackedTables | None) -> bool:
 
 
 def chunks_of(q_BSHD: Tensor, spec: NSASpec, packed: PackedTables | None, of_cut: int) -> int:
-    """Chunks of a large call: `of_cut` if a sequence must be cut, else few that take CHUNK_BYTES, up to MOST_CHUNKS."""
+    """Chunks of a large call: as many as keep each one's partial results within CHUNK_BYTES, but at most MOST_CHUNKS.
+
+    It is `of_cut` if a sequence must be cut.
+    """
     if not stays_whole(q_BSHD, packed):
         return of_cut
     batch, tokens, heads, dim = q_BSHD.shape
