@@ -25,7 +25,9 @@ SAME_INTERFACE = {  # name: the interface that its modules share
 CLEAR_PAIRS = {  # (shorter, longer): why the two are not confused
     ("cache", "cache_writes"): "the kernels that write the caches",
     ("check", "checksums"): "two different words",
+    ("keys", "keys_on_hopper"): "the same kernel for Hopper",
     ("pairs", "pairs_on_hopper"): "the same kernel for Hopper",
+    ("queries", "queries_on_hopper"): "the same kernel for Hopper",
     ("union", "union_on_hopper"): "the same kernel for Hopper",
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

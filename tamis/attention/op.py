@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tamis.attention.checks import Layouts, check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.banded.keys import key_gradients
-from tamis.attention.kernels.banded.queries import Band, Rows, banded_forward
+from tamis.attention.kernels.banded.queries import NOT_MIXED, Band, Rows, banded_forward, copies_boxes
 from tamis.attention.kernels.gates import Mixture, gate_gradients, planes_shape, weights_and_delta
 from tamis.attention.kernels.launch import SideStream, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
@@ -93,9 +93,12 @@ def attend(
     gates = gates.contiguous()
     out = empty(q.shape, q.dtype, q.device)
     side = SideStream(q)
+    window = partial(window_forward, q, k_win, v_win, spec, start, first_key, True, packed, scale)
+    window_is_last = copies_boxes(q, k_win, v_win, latest_start(start) - first_key)
     # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
-    with _range("window"):
-        out_win, lse_win = window_forward(q, k_win, v_win, spec, start, first_key, True, packed, scale)
+    if not window_is_last:
+        with _range("window"):
+            out_win, lse_win = window()
     with side:
         with _range("compressed"):
             out_cmp, lse_cmp = compressed_forward(q, k_cmp, v_cmp, spec, start, True, packed, scale)
@@ -103,8 +106,11 @@ def attend(
             if ids is None:
                 ids = select_from_lse(q, k_cmp, lse_cmp, spec, start, True, packed, scale)
         with _range("selected"):
-            mixture = Mixture(out, gates, out_cmp, out_win, side.wait)
+            mixture = None if window_is_last else Mixture(out, gates, out_cmp, out_win, side.wait)
             out_sel, lse_sel = selected_forward(q, k_sel, v_sel, ids, spec, start, True, packed, scale, mixture)
+    if window_is_last:  # its kernel has the registers to mix the branches
+        with _range("window"):
+            out_win, lse_win = window((out, gates, out_cmp, out_sel))
     return out, out_cmp, out_sel, out_win, lse_cmp, lse_sel, lse_win, ids
 
 
@@ -338,6 +344,7 @@ def window_forward(
     trusted: bool = False,
     packed: PackedTables | None = None,
     scale: float | None = None,
+    mixture: tuple[Tensor | None, ...] = NOT_MIXED,
 ) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and log-sum-exp `[B,H,S]`; the first key has position `first_key`.
 
@@ -348,4 +355,4 @@ def window_forward(
         check_queries(q)
         check_start(latest_start(start), first_key, spec.w)
         check_branch(q, distance + q.shape[1], k_win=k_win, v_win=v_win)
-    return banded_forward(q, window_band(k_win, v_win, spec, packed, scale), distance)
+    return banded_forward(q, window_band(k_win, v_win, spec, packed, scale), distance, mixture)

@@ -21,15 +21,15 @@ from tamis.attention import NSASpec
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
-from tamis.attention.kernels.banded.queries import Rows
+from tamis.attention.kernels.banded.queries import Rows, copies_boxes, copies_heads
 from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_query_gradient
 from tamis.attention.kernels.gates import mix_backward
 from tamis.attention.kernels.launch import block_tiles, copies_tiles, padded, specializes_warps, takes_halves
 from tamis.attention.kernels.selected.backward import CHUNKS_OF_CUT, selected_backward
 from tamis.attention.kernels.selected.layout import Layout, chunks_of
 from tamis.attention.kernels.selected.pairs import DENSE_UP_TO, pairs_forward, reads_rows
-from tamis.attention.kernels.selected.union import copies_blocks, union_forward
-from tamis.attention.kernels.selection import select_from_lse
+from tamis.attention.kernels.selected.union import copies_blocks, tokens_of_boxes, union_forward
+from tamis.attention.kernels.selection import select_from_lse, walks_heads
 from tamis.attention.kernels.tiles import AnyTile, candidates
 from tamis.attention.kernels.tuned import GpuModel, gpu_model, shape_key, tiles_file, using, write_tiles
 from tamis.attention.op import compressed_band, compressed_forward, window_band, window_forward
@@ -183,10 +183,11 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         window = window_forward(q, k_win, v_win, spec, trusted=True)
         return [*window, *compressed_forward(q, k_cmp, v_cmp, spec, trusted=True)]
 
-    if not (R % 2 == 0 and specializes_warps(q, k_cmp, v_cmp)):
+    if not (copies_heads(q, k_cmp, v_cmp) or copies_boxes(q, k_cmp, v_cmp)):
         yield KernelCall("forward" + copied, forward)
     win, lse_win, cmp, lse_cmp = forward()
-    yield KernelCall("score", lambda: [select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)])
+    if not walks_heads(q, k_cmp, spec):
+        yield KernelCall("score", lambda: [select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)])
     ids = select_from_lse(q, k_cmp, lse_cmp, spec, trusted=True)
     if not reads_rows(q, k_sel, v_sel, spec):
         yield KernelCall("pairs", lambda: pairs_forward(q, k_sel, v_sel, ids, spec))
@@ -215,7 +216,7 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         return [*selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=bands), dq]
 
     yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
-    if not copies_blocks(q, k_sel, v_sel, spec):
+    if not (copies_blocks(q, k_sel, v_sel, spec) or tokens_of_boxes(q, k_sel, v_sel, spec)):
         yield union_call(shape, device)
 
 

@@ -123,10 +123,16 @@ def test_without_a_gpu_the_refusal_names_the_remedy(monkeypatch: pytest.MonkeyPa
         measure_tiles(M7C)
 
 
+@pytest.mark.parametrize(
+    ("doors", "timed"),
+    [
+        (("copies_heads", "specializes_warps", "copies_blocks", "reads_rows"), ["score", "dq", "backward"]),
+        (("copies_boxes", "walks_heads", "tokens_of_boxes"), ["pairs", "dkv", "dq", "backward"]),
+    ],
+)
 def test_kernels_that_others_replace_on_hopper_are_not_timed(
-    launched: list[dict], monkeypatch: pytest.MonkeyPatch
+    launched: list[dict], monkeypatch: pytest.MonkeyPatch, doors: tuple[str, ...], timed: list[str]
 ) -> None:
-    for door in ("specializes_warps", "copies_blocks", "reads_rows"):
+    for door in doors:
         monkeypatch.setattr(tune_module, door, lambda *tensors: True)
-    names = [each.kernel for each in kernel_calls(M7C, torch.device("meta"))]
-    assert names == ["score", "dq", "backward"]
+    assert [each.kernel for each in kernel_calls(M7C, torch.device("meta"))] == timed

@@ -54,23 +54,23 @@ def copies_tiles(heads_per_group: int, *tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-def specializes_warps(*tensors: Tensor) -> bool:
-    """Whether kernels in Gluon take these `[B,tokens,heads,D]`, at head dim 64 in half precision on Hopper.
+def specializes_warps(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
+    """Whether kernels in Gluon for these head dims take these `[B,tokens,heads,D]`, in half precision on Hopper.
 
     Their copies need the heads of a token next to each other, and Gluon is experimental: other versions may lack it.
     """
     gpu = gpu_model(tensors[0].device)
     known = gpu is not None and gpu.capability[0] == 9 and triton.__version__.startswith(GLUON_PROVED_WITH)
-    return known and all(_has_boxes_of_heads(x) for x in tensors)
+    return known and all(x.shape[-1] in dims and _has_boxes_of_heads(x) for x in tensors)
 
 
 def _has_boxes_of_heads(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can copy tokens of one head, of 64 numbers, up to the sequence's end."""
+    """Whether the tensor memory accelerator can copy tokens of some heads, up to the sequence's end."""
     (batch, tokens, heads, dim), (of_batch, of_token, of_head, last) = x.shape, x.stride()
     in_order = heads * dim <= of_token and (batch == 1 or (of_batch >= tokens * of_token and of_batch % of_token == 0))
     adjacent = last == 1 and (heads == 1 or of_head == dim) and in_order
     aligned = of_token % 8 == 0 and x.data_ptr() % 16 == 0
-    return dim == 64 and x.element_size() == 2 and x.numel() > 0 and adjacent and aligned
+    return x.element_size() == 2 and x.numel() > 0 and adjacent and aligned
 
 
 @cache

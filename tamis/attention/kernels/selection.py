@@ -1,11 +1,10 @@
 """Triton: which blocks each query and group attends to, from the queries, the compressed keys and their log-sum-exp.
 
-Two kernels. `_score_kernel` holds the queries of all heads of a few tokens and walks the keys: it recomputes
-`p = exp(qk − lse)`, adds the group's heads, folds compressed blocks into selection blocks, and stores the scores in
-runs of a few blocks, with the best of each run; the per-head `S × N` is never stored. `_top_kernel` takes one block
-after the other from the run whose best is highest, and reads no other run. Scores are float32 throughout and are
-compared whole, ties to the lower index: the ids are the reference's except where two scores differ by float32 rounding.
-Tokens are walked in chunks, so that few scores are held at once.
+`_score_kernel` holds the queries of all heads of a few tokens and walks the keys: it recomputes `p = exp(qk − lse)`,
+adds the group's heads, folds compressed blocks into selection blocks, and stores the scores in runs of a few blocks,
+with the best of each run; the per-head `S × N` is never stored. `best_blocks.py` then chooses. Scores are float32
+throughout and are compared whole, ties to the lower index: the ids are the reference's except where two scores differ
+by float32 rounding. Tokens are walked in chunks, so that few scores are held at once.
 
 Shapes: B batch, S queries, the first at position `start`, H heads, G groups, R = H/G, D head dim, N compressed blocks;
 `RUN` blocks to a run. A kernel that gets None for `start` is compiled without it. Scores of a packed row count blocks
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from tamis.attention.checks import check_branch, check_rows, compressed_blocks
 from tamis.attention.kernels.banded.queries import described_keys, keys_ended
+from tamis.attention.kernels.best_blocks import choose_blocks
 from tamis.attention.kernels.launch import (
     LOG2E,
     PreparedKernel,
@@ -32,6 +32,7 @@ from tamis.attention.kernels.launch import (
     precision,
     read_start,
     softmax_scale,
+    specializes_warps,
     start_argument,
     tile_for,
     unit_last_stride,
@@ -42,9 +43,8 @@ from tamis.attention.spec import FORCED_BLOCKS, NSASpec, Start, latest_start
 
 SCORE_BYTES = 512 << 20  # scores held at once; the backward pass holds more
 HELD_BYTES = 100 << 10  # queries of all heads of a tile of tokens stay in shared memory while the keys are walked
-TOP_RUNS = 2048  # runs one warp of the second kernel looks through at a time: few lanes to a row, few shuffles
 PROGRAMS_OF_SCORES = 1024  # where tokens make fewer, as in a chunk of a very long sequence, programs share its runs
-RUNS_OF_TILES = 128  # least room for runs in a prompt's later tiles: nothing is recompiled as the prompt grows
+KEYS_IN_GLUON = 64  # of a run of `hopper/scores.py`
 
 
 @triton.jit
@@ -221,85 +221,6 @@ def _store_scores(
     tl.store(at, score, mask=alive[:, None])
 
 
-@triton.jit
-def _best_blocks(
-    best, scores, row, runs, COUNT: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
-    UNUSED: tl.constexpr,
-):  # fmt: skip
-    """The COUNT best blocks of each row, the lower one first among equals; `best` holds the best score of each run.
-
-    Each round takes the best block of the best run and looks for that run's next. Equal scores are taken from the
-    lowest block on, so a run's higher scores, and equal ones of lower blocks, have been taken before.
-    """
-    run = tl.arange(0, best.shape[1])[None, :]
-    inner = tl.arange(0, RUN_P2)[None, :]
-    slot = tl.arange(0, SLOTS)[None, :]
-    found = tl.full([best.shape[0], SLOTS], UNUSED, tl.int32)
-    last_top, last_block = tl.zeros([best.shape[0]], tl.float32), tl.zeros([best.shape[0]], tl.int32)
-    for rank in range(COUNT):
-        top = tl.max(best, 1)
-        at_run = tl.min(tl.where(best == top[:, None], run, UNUSED), 1)
-        there = (top >= 0.0) & (at_run < UNUSED)
-        at = (row * runs + at_run)[:, None] * RUN_P2 + inner
-        score = tl.load(scores + at, mask=there[:, None], other=-1.0)
-        block = at_run[:, None] * RUN + inner
-        left = (score == top[:, None]) & ((top < last_top)[:, None] | (block > last_block[:, None]))
-        last_block = tl.min(tl.where(left, block, UNUSED), 1)
-        last_top = top
-        found = tl.where((slot == rank) & there[:, None], last_block[:, None], found)
-        left = (score < top[:, None]) | (left & (block > last_block[:, None]))
-        best = tl.where(run == at_run[:, None], tl.max(tl.where(left, score, -1.0), 1)[:, None], best)
-    return found
-
-
-@PreparedKernel
-@triton.jit(do_not_specialize=["B", "S", "G", "start", "runs", "t_begin", "t_end"])
-def _top_kernel(
-    scores, best_of_run, ids, token_table, B, S, G, start, runs, t_begin, t_end,
-    L_SEL: tl.constexpr, N_SEL: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr, RUN_P2: tl.constexpr,
-    RUNS_P2: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """The N_SEL chosen blocks of BM tokens, ascending; `ids` is [B,S,G,N_SEL]."""
-    FREE: tl.constexpr = N_SEL - 3  # chosen by score; block 0 and the two newest are chosen always
-    UNUSED: tl.constexpr = 2147483647
-    bg = tl.program_id(0) % (B * G)
-    b, g = (bg // G).to(tl.int64), bg % G
-    first = t_begin + tl.program_id(0) // (B * G) * BM
-    token = first + tl.arange(0, BM)
-    alive = token < t_end
-    position = token
-    if start is not None:
-        start = read_start(start)
-        position += start
-    if token_table is not None:
-        position -= tl.load(token_table + token * 4, mask=alive, other=0)
-    newest = position // L_SEL
-    row = (b * G + g) * (t_end - t_begin) + token - t_begin
-    slot = tl.arange(0, SLOTS)[None, :]
-    by_score = tl.full([BM, SLOTS], UNUSED, tl.int32)
-    last = tl.minimum(first + BM, t_end) - 1
-    if start is not None:
-        last += start
-    if token_table is not None:
-        last = tl.max(tl.where(alive, position, 0), 0)
-    if FREE > 0 and last // L_SEL >= N_SEL:
-        run = tl.arange(0, RUNS_P2)[None, :]
-        there = alive[:, None] & (run * RUN <= newest[:, None] - 2)
-        best = tl.load(best_of_run + row[:, None] * runs + run, mask=there, other=-1.0)
-        by_score = _best_blocks(best, scores, row, runs, FREE, SLOTS, RUN, RUN_P2, UNUSED)
-    forced = tl.where(slot == FREE, 0, tl.where(slot == FREE + 1, newest[:, None] - 1, newest[:, None]))
-    chosen = tl.where(slot < FREE, by_score, forced)
-    every = tl.where(slot <= newest[:, None], slot, UNUSED)  # where there are no more than N_SEL
-    chosen = tl.where((newest < N_SEL)[:, None], every, chosen)
-    chosen = tl.sort(tl.where(slot < N_SEL, chosen, UNUSED))
-    chosen = tl.where(chosen == UNUSED, -1, chosen)
-    if token_table is not None:
-        first_block = tl.load(token_table + token * 4 + 2, mask=alive, other=0)
-        chosen = tl.where(chosen >= 0, chosen + first_block[:, None], -1)
-    at_ids = ids + ((b * S + token) * G + g)[:, None] * N_SEL + slot
-    tl.store(at_ids, chosen, mask=alive[:, None] & (slot < N_SEL))
-
-
 def select_from_lse(
     q: Tensor,
     k_cmp: Tensor,
@@ -319,12 +240,12 @@ def select_from_lse(
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]
     tile = tile_for("score", q, H // G)
-    parts, run = runs_of(tile.keys, spec)
+    in_gluon = walks_heads(q, k_cmp, spec, start, packed)
+    parts, run = runs_of(KEYS_IN_GLUON if in_gluon else tile.keys, spec)
     run_p2 = max(16, next_power_of_2(run))
     copied = copies_tiles(H // G, k_cmp)
     keys = described_keys(k_cmp, tile.keys, copied)
     tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
-    slots = next_power_of_2(spec.n_sel)
     ids = empty((B, S, G, spec.n_sel), torch.int32, q.device)
     table = packed.token if packed else None
     for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
@@ -332,7 +253,14 @@ def select_from_lse(
         runs = cdiv(blocks, run)
         scores = empty((B, G, t_end - t_begin, runs, run_p2), torch.float32, q.device)
         best_of_run = empty(scores.shape[:4], torch.float32, q.device)
-        if blocks > spec.n_sel > FORCED_BLOCKS:
+        if blocks > spec.n_sel > FORCED_BLOCKS and in_gluon:
+            from tamis.attention.kernels.hopper.scores import write_scores  # here: not every Triton has Gluon
+
+            write_scores(
+                q, k_cmp, lse, scores, best_of_run, t_begin, t_end, softmax_scale(q, scale) * LOG2E,
+                spec.pieces_per_compressed, spec.pieces_per_selected, spec.l_sel, spec.n_sel, run,
+            )  # fmt: skip
+        elif blocks > spec.n_sel > FORCED_BLOCKS:
             programs = cdiv(t_end - t_begin, tokens) * B * G
             _score_kernel[(programs, max(1, min(runs, PROGRAMS_OF_SCORES // programs)))](
                 q, keys, lse, scores, best_of_run, table, *q.stride()[:3], *k_cmp.stride()[:3],
@@ -341,23 +269,18 @@ def select_from_lse(
                 PRECISION=precision(q.dtype), BT=tokens, HEADS=tile.rows // tokens, BN=tile.keys, PARTS=parts,
                 RUN=run, RUN_P2=run_p2, COPIED=copied, **tile.options,
             )  # fmt: skip
-        runs_p2 = max(next_power_of_2(runs), RUNS_OF_TILES if latest else 1)
-        rows = rows_of_top(runs_p2)
-        _top_kernel[(cdiv(t_end - t_begin, rows) * B * G,)](
-            scores, best_of_run, ids, table, B, S, G, start_argument(start), runs, t_begin, t_end,
-            L_SEL=spec.l_sel, N_SEL=spec.n_sel, SLOTS=slots, RUN=run, RUN_P2=run_p2, RUNS_P2=runs_p2, BM=rows,
-            num_warps=1,
-        )  # fmt: skip
+        choose_blocks(scores, best_of_run, ids, table, start, t_begin, t_end, spec, run)
     return ids
 
 
-def rows_of_top(runs: int) -> int:
-    """Tokens of a program of the second kernel, by the runs it looks through for each: eight or one.
-
-    With two or four, the lanes that hold a token's scores are no neighbours, and Triton 3.6 leaves half of them out of
-    a maximum: the kernel then misses every second run.
-    """
-    return 8 if 8 * runs <= TOP_RUNS else 1
+def walks_heads(
+    q: Tensor, k_cmp: Tensor, spec: NSASpec, start: Start = 0, packed: PackedTables | None = None
+) -> bool:  # fmt: skip
+    """Whether `hopper/scores.py` has the kernel for these: a run takes one tile of keys, and has at most 16 blocks."""
+    parts, run = runs_of(KEYS_IN_GLUON, spec)
+    narrow = parts == 1 and run <= 16 and spec.pieces_per_compressed <= spec.pieces_per_selected + 1
+    whole = start_argument(start) is None and packed is None
+    return whole and narrow and specializes_warps(q, k_cmp, dims=(128,))
 
 
 def tokens_held(heads: int, rows: int, row_bytes: int) -> int:

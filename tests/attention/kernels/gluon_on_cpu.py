@@ -88,15 +88,31 @@ def store(pointer: Pointer, values: Tensor, mask: Any, cache_modifier: str = "")
     pointer.flat[at[mask].long()] = values[mask]
 
 
-def copy(described: Any, place: list[Any], barrier: Barrier, into: Shared) -> None:
-    """A box of a tensor, zeros where there is none. The device stops at a copy that begins off 16 bytes."""
+def _inside(described: Any, place: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+    """What exists of a box: the part of the tensor, and where it lies in the box."""
     assert int(place[-1]) * described.base.element_size() % 16 == 0, "an illegal instruction"
-    source = described.base.as_strided(described.shape, described.strides)
-    box = torch.zeros(described.block_shape, dtype=source.dtype)
-    part = source[tuple(slice(int(p), int(p) + n) for p, n in zip(place, box.shape, strict=True))]
-    box[tuple(slice(0, n) for n in part.shape)] = part
+    tensor = described.base.as_strided(described.shape, described.strides)
+    limits = zip(map(int, place), described.block_shape, tensor.shape, strict=True)
+    bounds = [(at, max(0, at), max(0, min(at + size, end))) for at, size, end in limits]
+    part = tensor[tuple(slice(begin, end) for _, begin, end in bounds)]
+    return part, tuple(slice(begin - at, begin - at + n) for (at, begin, _), n in zip(bounds, part.shape, strict=True))
+
+
+def copy(described: Any, place: list[Any], barrier: Barrier, into: Shared, pred: Any = True) -> None:
+    """A box of a tensor, zeros where there is none. The device stops at a copy that begins off 16 bytes."""
+    if not pred:
+        return
+    part, there = _inside(described, place)
+    box = torch.zeros(described.block_shape, dtype=part.dtype)
+    box[there] = part
     into.values.copy_(box)
     barrier.change(0, -box.numel() * box.element_size())
+
+
+def copy_back(described: Any, place: list[Any], box: Shared) -> None:
+    """The part of a box that lies in the tensor."""
+    part, there = _inside(described, place)
+    part.copy_(box.values[there])
 
 
 def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -134,7 +150,8 @@ def _either(choose: Any) -> Any:
 
 
 LANGUAGE = SimpleNamespace(
-    int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, constexpr=object,
+    int32=torch.int32, uint32=torch.int64, int64=torch.int64, bfloat16=torch.bfloat16, float32=torch.float32,
+    constexpr=object,
     program_id=lambda axis: torch.tensor(program[axis]), num_programs=lambda axis: programs[axis],
     arange=lambda begin, end, layout: torch.arange(begin, end), static_range=range, to_tensor=int,
     zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -150,8 +167,12 @@ BARRIERS = SimpleNamespace(
     MBarrierLayout=lambda: None,
     init=lambda barrier, count: barrier.init(count),
     wait=lambda barrier, phase: barrier.wait(int(phase)),
-    expect=lambda barrier, size: barrier.change(1, size),
+    expect=lambda barrier, size, pred=True: barrier.change(1, size) if pred else None,
     arrive=lambda barrier, pred=True: barrier.change(1, 0) if pred else None,
+)
+
+COPIES = SimpleNamespace(
+    async_copy_global_to_shared=copy, async_copy_shared_to_global=copy_back, store_wait=lambda pending: None
 )
 
 
@@ -189,7 +210,7 @@ def kernels_on_cpu(module: ModuleType, *launched: str) -> dict[str, Any]:
     functions = {name: getattr(x, "_kernel", x) for name, x in vars(module).items()}
     replaced = vars(module) | {
         "range": lambda *limits: map(torch.tensor, range(*(int(x) for x in limits))),
-        "gl": LANGUAGE, "mbarrier": BARRIERS, "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+        "gl": LANGUAGE, "mbarrier": BARRIERS, "tma": COPIES,
         "libdevice": SimpleNamespace(fast_log2f=torch.log2),
         "fence_async_shared": lambda: None, "warpgroup_mma": multiply, "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],

@@ -1,4 +1,4 @@
-"""The kernels of `banded/hopper.py` against Triton's, and which shapes take them."""
+"""The kernels for Hopper of the dense branches and the scores against Triton's, and which shapes take them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tests.attention.devices import DEVICE, relative_rmse
 
 # After devices, which sets up the interpreter.
 from tamis.attention import NSASpec, op  # isort: skip
-from tamis.attention.kernels import gates, launch, tuned  # isort: skip
-from tamis.attention.kernels.banded import hopper, keys, queries  # isort: skip
+from tamis.attention.kernels import gates, launch, selection, tuned  # isort: skip
+from tamis.attention.kernels.banded import keys, keys_on_hopper, queries, queries_on_hopper  # isort: skip
+from tamis.attention.kernels.hopper import boxes, scores  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
 
@@ -21,10 +22,23 @@ ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="tests.gpu.matrix has these
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels run on the CPU; each program of the forward kernel takes several tiles."""
-    for name, kernel in kernels_on_cpu(hopper, "forward_by_head", "key_gradients_by_head").items():
-        monkeypatch.setattr(hopper, name, kernel)
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
+    """Half precision takes the kernels, which run on the CPU; each program takes several tiles."""
+    modules = {
+        queries_on_hopper: "forward_by_head",
+        keys_on_hopper: "key_gradients_by_head",
+        boxes: "attend_in_boxes",
+        scores: "score_by_head",
+    }
+    for module, name in modules.items():
+        monkeypatch.setattr(module, name, kernels_on_cpu(module, name)[name])
+    for module in (queries_on_hopper, boxes):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+    for module in (queries, selection):
+        monkeypatch.setattr(module, "specializes_warps", takes_half)
+
+
+def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
+    return tensors[0].dtype == torch.float16 and tensors[0].shape[-1] in dims
 
 
 def band_of(branch: str, k: Tensor, v: Tensor, tables: PackedTables | None) -> queries.Band:
@@ -39,6 +53,9 @@ CASES = {
     "odd length, two sequences": (2, 1, 2, 261, ()),
     "two groups": (1, 2, 2, 70, ()),
     "group of 4, whole tiles": (1, 1, 4, 128, ()),
+    "group of 5": (2, 1, 5, 77, ()),
+    "group of 6": (1, 2, 6, 133, ()),
+    "group of 16": (2, 1, 16, 45, ()),
     "one token": (2, 1, 2, 1, ()),
     "packed": (1, 1, 2, 241, (1, 70, 9, 161)),
     "packed, the row is not filled": (1, 1, 2, 131, (131, 0)),
@@ -48,8 +65,9 @@ CASES = {
 @ON_CPU
 @pytest.mark.parametrize("branch", ["window", "compressed"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dim", [64, 128])
 def test_they_compute_what_tritons_kernels_do(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, branch: str, case: str
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, branch: str, case: str, dim: int
 ) -> None:
     torch.manual_seed(0)
     B, G, R, S, documents = CASES[case]
@@ -60,36 +78,72 @@ def test_they_compute_what_tritons_kernels_do(
     if documents:
         row = PackedRow.of(torch.tensor([0, *documents]).cumsum(0, dtype=torch.int32), S, SPEC)
         tables = PackedTables.of(row.flat, len(documents), S, max(documents), SPEC)
-    q, dout, k, v = normal(B, S, G * R, 64), normal(B, S, G * R, 64), normal(B, N, G, 64), normal(B, N, G, 64)
+    q, dout, k, v = (normal(B, n, heads, dim) for n, heads in ((S, G * R), (S, G * R), (N, G), (N, G)))
     band, exact = band_of(branch, k, v, tables), band_of(branch, k.float(), v.float(), tables)
     out, lse = queries.banded_forward(q.float(), exact)
-    got, got_lse = hopper.forward_on_hopper(q, band)
+    got, got_lse = queries.banded_forward(q, band)
     assert relative_rmse(got, out) < 1e-3
     assert torch.equal(got_lse.isinf(), lse.isinf())
     torch.testing.assert_close(got_lse, lse, rtol=1e-5, atol=1e-5)
 
+    if dim != 64:
+        return
     gates = torch.rand(B, G * R, S) - 0.5  # of both signs
     gates[gates.abs() < 0.1] = 0
     rows = queries.Rows(lse, gates, gates * (dout.float() * out).sum(-1).transpose(1, 2))
     wanted = keys.key_gradients(q.float(), exact, rows, dout.float())
     for programs in (1,) if branch == "window" else (1, 5 * B * G):  # rows of the compressed branch may be split
-        monkeypatch.setattr(hopper, "PROGRAMS_WANTED", programs)
+        monkeypatch.setattr(keys_on_hopper, "PROGRAMS_WANTED", programs)
         got = [torch.full_like(x, torch.nan) for x in (k, v)]
-        hopper.write_key_gradients(q, band, rows, dout, *got)
+        keys_on_hopper.write_key_gradients(q, band, rows, dout, *got)
         assert max(relative_rmse(x, y, floor=0.1) for x, y in zip(got, wanted, strict=True)) < 1e-3
 
 
 @ON_CPU
-def test_a_sequence_reads_nothing_of_the_next_one(on_cpu: None) -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_sequence_reads_nothing_of_the_next_one(on_cpu: None, dim: int) -> None:
     torch.manual_seed(0)
-    q, k, v, dout = (normal(2, 70, n, 64) for n in (2, 1, 1, 2))
+    q, k, v, dout = (normal(2, 70, n, dim) for n in (2, 1, 1, 2))
     for x in (q, k, v, dout):
         x[1] = torch.nan
     band, lse = op.window_band(k, v, SPEC), torch.zeros(2, 2, 70)
-    out, _ = hopper.forward_on_hopper(q, band)
+    out, _ = queries.banded_forward(q, band)
+    assert torch.isfinite(out[0]).all()
+    if dim != 64:
+        return
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    hopper.write_key_gradients(q, band, queries.Rows(lse, lse + 1, lse), dout, dk, dv)
-    assert all(torch.isfinite(x[0]).all() for x in (out, dk, dv))
+    keys_on_hopper.write_key_gradients(q, band, queries.Rows(lse, lse + 1, lse), dout, dk, dv)
+    assert all(torch.isfinite(x[0]).all() for x in (dk, dv))
+
+
+@ON_CPU
+@pytest.mark.parametrize("heads_per_group", [3, 16])
+def test_the_window_is_mixed_with_the_other_branches(on_cpu: None, heads_per_group: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (normal(2, 77, n, 128) for n in (2 * heads_per_group, 2, 2))
+    cmp, sel, gates = torch.randn_like(q), torch.randn_like(q), torch.rand(*q.shape[:3], 3).half()
+    mixed = torch.full_like(q, torch.nan)
+    win, _ = queries.banded_forward(q, op.window_band(k, v, SPEC), mixture=(mixed, gates, cmp, sel))
+    branches = torch.stack((cmp, sel, win), dim=-1).float()
+    torch.testing.assert_close(mixed, (gates.float()[..., None, :] * branches).sum(dim=-1).half())
+
+
+@ON_CPU
+@pytest.mark.parametrize("heads_per_group", [1, 6, 16])
+def test_scores_choose_what_tritons_kernel_does(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, heads_per_group: int
+) -> None:
+    """Several chunks of tokens, a last run that is not filled, and programs that share the runs of a tile."""
+    torch.manual_seed(0)
+    S, G = 1100, 2
+    q, k = normal(2, S, G * heads_per_group, 128), normal(2, SPEC.compressed_blocks(S), G, 128)
+    _, lse = queries.banded_forward(q, op.compressed_band(k, k, SPEC))
+    monkeypatch.setattr(selection, "SCORE_BYTES", 4 * 2 * G * 300 * SPEC.selection_blocks(S))
+    written = []
+    monkeypatch.setattr(scores, "write_scores", lambda *a, write=scores.write_scores: (written.append(a), write(*a)))
+    got = selection.select_from_lse(q, k, lse, SPEC)
+    assert len(written) > 1
+    assert torch.equal(got, selection.select_from_lse(q.float(), k.float(), lse, SPEC))
 
 
 @pytest.fixture
@@ -141,7 +195,7 @@ def test_the_forward_kernel_takes_pairs_of_heads_from_the_first_token_on(
     on_hopper: None, monkeypatch: pytest.MonkeyPatch, heads_per_group: int, start: int
 ) -> None:
     taken = []
-    monkeypatch.setattr(hopper, "forward_on_hopper", lambda q, band: taken.append(q.shape))
+    monkeypatch.setattr(queries_on_hopper, "forward_on_hopper", lambda q, band: taken.append(q.shape))
     q, k = torch.randn(1, 7, heads_per_group, 64).half(), torch.randn(1, 7 + start, 1, 64).half()
     queries.banded_forward(q, op.window_band(k, k, SPEC), start)
     assert len(taken) == (heads_per_group == 2 and start == 0)

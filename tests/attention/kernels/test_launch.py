@@ -14,7 +14,7 @@ from tests.attention.devices import DEVICE
 
 # After devices, which sets up the interpreter.
 from tamis.attention.kernels import launch as launch_module  # isort: skip
-from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
+from tamis.attention.kernels.hopper.descriptors import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import MOST_PREPARED, PreparedKernel, PreparedLaunch, SideStream, _streams_of  # isort: skip
 from tamis.attention.kernels.launch import softmax_scale  # isort: skip
 

@@ -1,4 +1,4 @@
-"""The kernels of `union_on_hopper.py` and `pairs_on_hopper.py` against Triton's, and which shapes take them."""
+"""The selected branch's kernels for Hopper against Triton's, and which shapes take them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.attention.devices import DEVICE, poisoned_memory, relative_rmse
 # After devices, which sets up the interpreter.
 from tamis.attention.kernels import launch, tuned  # isort: skip
 from tamis.attention.kernels.gates import Mixture  # isort: skip
+from tamis.attention.kernels.hopper import boxes  # isort: skip
 from tamis.attention.kernels.selected import layout, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
@@ -29,16 +30,26 @@ def unions_of_every_tile(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-FORMS = {"unions": unions_of_every_tile, "pairs": pairs.pairs_forward}
+FORMS = {
+    "unions": (unions_of_every_tile, 64),
+    "unions in boxes": (unions_of_every_tile, 128),
+    "pairs": (pairs.pairs_forward, 64),
+}  # by name, with their head dim
 
 
 @pytest.fixture
 def on_cpu(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the kernels, which run on the CPU."""
-    for module, kernel in ((union_on_hopper, "attend_unions"), (pairs_on_hopper, "attend_items")):
+    kernels = {union_on_hopper: "attend_unions", pairs_on_hopper: "attend_items", boxes: "attend_in_boxes"}
+    for module, kernel in kernels.items():
         monkeypatch.setattr(module, kernel, kernels_on_cpu(module, kernel)[kernel])
-    monkeypatch.setattr(union, "specializes_warps", lambda *tensors: tensors[0].dtype == torch.float16)
-    monkeypatch.setattr(pairs, "reads_rows", lambda q, *rest: q.dtype == torch.float16)
+    monkeypatch.setattr(boxes, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(union, "specializes_warps", takes_half)
+    monkeypatch.setattr(pairs, "reads_rows", lambda q, *rest: takes_half(q))
+
+
+def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
+    return tensors[0].dtype == torch.float16 and tensors[0].shape[-1] in dims
 
 
 def assert_agrees(forward: Any, case: Case, **options: Any) -> None:
@@ -60,12 +71,14 @@ SHAPES = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_compute_what_tritons_kernels_do(on_cpu: None, shape: str, form: str) -> None:
-    assert_agrees(FORMS[form], Case(SPEC, dim=64, dtype=torch.float16, **SHAPES[shape]))  # type: ignore[arg-type]
+    forward, dim = FORMS[form]
+    assert_agrees(forward, Case(SPEC, dim=dim, dtype=torch.float16, **SHAPES[shape]))  # type: ignore[arg-type]
 
 
 @ON_CPU
-def test_unions_are_mixed_with_the_other_branches(on_cpu: None) -> None:
-    case = Case(SPEC, batch=2, tokens=133, groups=2, heads=6, dim=64, dtype=torch.float16)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_unions_are_mixed_with_the_other_branches(on_cpu: None, dim: int) -> None:
+    case = Case(SPEC, batch=2, tokens=133, groups=2, heads=6, dim=dim, dtype=torch.float16)
     cmp, win, out = torch.randn_like(case.q), torch.randn_like(case.q), torch.full_like(case.q, torch.nan)
     mixture = Mixture(out, case.gates, cmp, win, lambda: None)
     sel, _, _ = union.union_forward(case.q, case.k, case.v, case.ids, case.spec, mixture=mixture)
@@ -81,10 +94,11 @@ def test_segments_and_chunks_of_a_sequence(on_cpu: None, monkeypatch: pytest.Mon
 
 
 @ON_CPU
-def test_what_unions_give_and_leave_is_joined(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_unions_give_and_leave_is_joined(on_cpu: None, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     monkeypatch.setattr(union, "WORTHWHILE", 1.2)
     monkeypatch.setattr(pairs, "DENSE_UP_TO", 0)
-    case = Case(NSASpec(n_sel=4), tokens=460, heads=6, dim=64, dtype=torch.float16)
+    case = Case(NSASpec(n_sel=4), tokens=460, heads=6, dim=dim, dtype=torch.float16)
     unions = union.unite_choices(case.ids, case.spec, 128 // 6, every_tile=False)
     assert unions.rest is not None
     left = (unions.rest[0, :, 0] >= 0).any(-1)  # of each token
@@ -103,18 +117,20 @@ def test_documents_of_a_packed_row_keep_to_themselves(on_cpu: None, form: str) -
             choices.append(chosen + [-1] * (SPEC.n_sel - len(chosen)))
         first_block += SPEC.selection_blocks(length)
     row = PackedRow.of(torch.tensor([0, *documents]).cumsum(0, dtype=torch.int32), tokens, SPEC)
-    case = Case(SPEC, tokens=tokens, heads=6, dim=64, dtype=torch.float16)
+    forward, dim = FORMS[form]
+    case = Case(SPEC, tokens=tokens, heads=6, dim=dim, dtype=torch.float16)
     case.ids = torch.tensor(choices, dtype=torch.int32)[None, :, None]
-    assert_agrees(FORMS[form], case, packed=PackedTables.of(row.flat, len(documents), tokens, max(documents), SPEC))
+    assert_agrees(forward, case, packed=PackedTables.of(row.flat, len(documents), tokens, max(documents), SPEC))
 
 
 @ON_CPU
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sequence_reads_nothing_of_the_next_one(on_cpu: None, form: str) -> None:
-    case = Case(SPEC, batch=2, tokens=70, heads=6, dim=64, dtype=torch.float16)
+    forward, dim = FORMS[form]
+    case = Case(SPEC, batch=2, tokens=70, heads=6, dim=dim, dtype=torch.float16)
     for x in (case.q, case.k, case.v):
         x[1] = torch.nan
-    out, lse = FORMS[form](case.q, case.k, case.v, case.ids, SPEC)
+    out, lse = forward(case.q, case.k, case.v, case.ids, SPEC)
     assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
 
 

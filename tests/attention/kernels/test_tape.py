@@ -20,8 +20,9 @@ from tests.attention.devices import DEVICE, random_inputs
 # After devices, which sets up the interpreter.
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks  # isort: skip
 from tamis.attention.kernels import gates, selection, tape, tuned  # isort: skip
-from tamis.attention.kernels.banded import hopper, keys, queries, statistics  # isort: skip
-from tamis.attention.kernels.banded.hopper import LINE, TensorDescriptor  # isort: skip
+from tamis.attention.kernels.banded import keys, keys_on_hopper, queries, queries_on_hopper, statistics  # isort: skip
+from tamis.attention.kernels.hopper import boxes, scores  # isort: skip
+from tamis.attention.kernels.hopper.descriptors import LINE, TensorDescriptor  # isort: skip
 from tamis.attention.kernels.launch import PreparedKernel  # isort: skip
 from tamis.attention.kernels.selected import backward, lists, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.kernels.repetition import Tape  # isort: skip
@@ -210,7 +211,7 @@ def test_a_call_that_fails_leaves_no_recording() -> None:
 
 def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
     dense, selected = (
-        (keys, queries, statistics, hopper),
+        (keys, keys_on_hopper, queries, queries_on_hopper, statistics, boxes, scores),
         (backward, lists, pairs, pairs_on_hopper, union, union_on_hopper),
     )
     for module in (op, gates, selection, *dense, *selected):

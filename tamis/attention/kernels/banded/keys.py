@@ -346,7 +346,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
     if N == 0:
         return dk, dv
     if copies_rows_of_heads(q, dout, rows):
-        from tamis.attention.kernels.banded.hopper import write_key_gradients  # here: not every Triton has Gluon
+        from tamis.attention.kernels.banded.keys_on_hopper import write_key_gradients  # not every Triton has Gluon
 
         write_key_gradients(q, band, rows, dout, dk, dv)
         return dk, dv
@@ -390,7 +390,7 @@ def copies_rows(q: Tensor, dout: Tensor, heads: int) -> bool:
 
 
 def copies_rows_of_heads(q: Tensor, dout: Tensor, rows: Rows) -> bool:
-    """Whether `banded/hopper.py` has the kernel for these."""
+    """Whether `keys_on_hopper.py` has the kernel for these."""
     return specializes_warps(q, dout) and all(x.is_contiguous() and x.data_ptr() % LEAST_COPY == 0 for x in rows)
 
 

@@ -49,6 +49,8 @@ from tamis.attention.kernels.launch import (
 from tamis.attention.kernels.tape import empty
 from tamis.attention.spec import Start
 
+NOT_MIXED = (None,) * 4  # the mixture of a kernel that does not mix
+
 
 class Band(NamedTuple):
     """Keys and values `[B,N,G,D]` with unit stride in D; key `n` ends at position `n·stride + length − 1`.
@@ -267,23 +269,44 @@ def _forward_kernel(
     tl.store(lse + (b * G * R + g * R + r) * S + token, natural, mask=alive)
 
 
-def banded_forward(q: Tensor, band: Band, start: Start = 0) -> tuple[Tensor, Tensor]:
+def copies_heads(q: Tensor, k: Tensor, v: Tensor, start: Start = 0) -> bool:
+    """Whether `queries_on_hopper.py` has the kernel for these."""
+    pairs_of_heads = q.shape[2] // k.shape[2] % 2 == 0
+    return pairs_of_heads and start_argument(start) is None and specializes_warps(q, k, v)
+
+
+def copies_boxes(q: Tensor, k: Tensor, v: Tensor, start: Start = 0) -> bool:
+    """Whether `hopper/boxes.py` has the kernel for these."""
+    return start_argument(start) is None and specializes_warps(q, k, v, dims=(128,))
+
+
+def banded_forward(
+    q: Tensor, band: Band, start: Start = 0, mixture: tuple[Tensor | None, ...] = NOT_MIXED
+) -> tuple[Tensor, Tensor]:
     """Ungated output `[B,S,H,D]` and natural log-sum-exp `[B,H,S]`; 0 and −inf for a row that sees no key.
 
-    The first query has position `start`, counted from the first key.
+    The first query has position `start`, counted from the first key. A `mixture` (the mixed output, the gates, the
+    outputs of the other branches) is computed along with the window, where `copies_boxes` holds.
     """
     q = unit_last_stride(q)
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
     R = H // G
-    if R % 2 == 0 and start_argument(start) is None and specializes_warps(q, band.k, band.v):
-        from tamis.attention.kernels.banded.hopper import forward_on_hopper  # here, because not every Triton has Gluon
+    if copies_heads(q, band.k, band.v, start):
+        # Here, because not every Triton has Gluon.
+        from tamis.attention.kernels.banded.queries_on_hopper import forward_on_hopper
 
         return forward_on_hopper(q, band)
-    copied = copies_tiles(R, band.k, band.v)
-    tile = tile_for("forward", q, R, copied)
     out = empty((B, S, H, D), q.dtype, q.device)
     lse = empty((B, H, S), torch.float32, q.device)
+    if copies_boxes(q, band.k, band.v, start):
+        from tamis.attention.kernels.hopper.boxes import attend_run
+
+        limits = band.documents, band.length, band.stride, band.window
+        attend_run(q, band.k, band.v, out, lse, band.scale * LOG2E, *limits, mixture)
+        return out, lse
+    copied = copies_tiles(R, band.k, band.v)
+    tile = tile_for("forward", q, R, copied)
     _forward_kernel[(cdiv(S * R, tile.rows) * B * G,)](
         q, *(described_keys(x, tile.keys, copied) for x in (band.k, band.v)), out, lse, band.documents,
         *q.stride()[:3], *band.strides, S, N, G, start_argument(start), band.scale * LOG2E,

@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tamis.attention.kernels.hopper.softmax import max_of_rows, sum_of_rows
 from tamis.attention.kernels.launch import PreparedKernel
-from tamis.attention.kernels.softmax_on_hopper import max_of_rows, sum_of_rows
 
 REGISTERS = 128  # of a thread: four programs share a multiprocessor
 

@@ -83,35 +83,59 @@ def union_forward(
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("union_copied" if copied else "union", q_BSHD, heads_per_group)
     in_gluon = copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    in_boxes = tokens_of_boxes(q_BSHD, k_BTGD, v_BTGD, spec, start)
     settings["ROWS"] = min(ROWS_IN_GLUON if in_gluon else settings["ROWS"], MOST_TOKENS * heads_per_group)
-    unions = unite_choices(ids_BSGn, spec, settings["ROWS"] // heads_per_group, every_tile, start, packed)
+    tile = in_boxes or settings["ROWS"] // heads_per_group
+    unions = unite_choices(ids_BSGn, spec, tile, every_tile, start, packed)
     out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
     lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
+    scale = softmax_scale(q_BSHD, scale) * LOG2E
     if in_gluon:
         # Here, because not every Triton has Gluon.
         from tamis.attention.kernels.selected.union_on_hopper import attend_on_hopper
 
-        mixed = mixture_arguments(mixture)
-        attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, mixed, softmax_scale(q_BSHD, scale) * LOG2E)
+        attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, mixture_arguments(mixture), scale)
         return out, lse, unions
-    _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
-        q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
-        unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
-        *unions.blocks.shape[2:], softmax_scale(q_BSHD, scale) * LOG2E,
-        *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
-        G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
-        PRECISION=precision(q_BSHD.dtype), COPIED=copied, STAGES=settings["num_stages"] if copied else None, **settings,
-    )  # fmt: skip
+    if in_boxes:
+        from tamis.attention.kernels.hopper.boxes import attend_list
+
+        attend_list(q_BSHD, k_BTGD, v_BTGD, out, lse, scale, unions.blocks, unions.tokens, unions.counts)
+    else:
+        _forward_tiles[(unions.blocks.shape[2] * batch * groups,)](
+            q_BSHD, *(described_keys(x, keys, copied) for x in (k_BTGD, v_BTGD)),
+            unions.blocks, unions.tokens, unions.counts, out, lse, tokens, start_argument(start),
+            *unions.blocks.shape[2:], scale, *q_BSHD.stride()[:3], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
+            G=groups, R=heads_per_group, L_SEL=spec.l_sel, SUB=parts, BN=keys, D=dim, BD=padded(dim),
+            PRECISION=precision(q_BSHD.dtype), COPIED=copied, STAGES=settings["num_stages"] if copied else None,
+            **settings,
+        )  # fmt: skip
     if mixture is not None:
-        mix(mixture, out)  # the kernel has no registers to spare
+        mix(mixture, out)  # these kernels have no registers to spare
     return out, lse, unions
 
 
 def copies_blocks(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> bool:
-    """Whether `union_on_hopper.py` has the kernel for these. A cache may be longer than its keys, as above."""
-    from_the_first = start_argument(start) is None and k_BTGD.shape[1] == q_BSHD.shape[1]
+    """Whether `union_on_hopper.py` has the kernel for these."""
     heads_per_group = q_BSHD.shape[2] // k_BTGD.shape[2]
-    return from_the_first and spec.l_sel == MOST_KEYS and heads_per_group > 1 and specializes_warps(k_BTGD, v_BTGD)
+    walks = _walks_whole_blocks(q_BSHD, k_BTGD, spec, start) and heads_per_group > 1
+    return walks and specializes_warps(k_BTGD, v_BTGD)
+
+
+def tokens_of_boxes(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> int:
+    """Tokens of a tile of `hopper/boxes.py`; 0 if it has no kernel for these."""
+    walks = _walks_whole_blocks(q_BSHD, k_BTGD, spec, start)
+    if not (walks and specializes_warps(q_BSHD, k_BTGD, v_BTGD, dims=(128,))):
+        return 0
+    from tamis.attention.kernels.hopper.boxes import Boxes  # here, because not every Triton has Gluon
+
+    tokens = Boxes.of(q_BSHD.shape[2] // k_BTGD.shape[2]).tokens
+    return tokens if tokens <= MOST_TOKENS else 0
+
+
+def _walks_whole_blocks(q_BSHD: Tensor, k_BTGD: Tensor, spec: NSASpec, start: Start) -> bool:
+    """Whether blocks are tiles of the kernels in Gluon. A cache may be longer than its keys, as above."""
+    from_the_first = start_argument(start) is None and k_BTGD.shape[1] == q_BSHD.shape[1]
+    return from_the_first and spec.l_sel == MOST_KEYS
 
 
 def unite_choices(

@@ -1,9 +1,9 @@
 """Gluon: unions of the selected branch on Hopper, where `copies_blocks` of `union.py` holds.
 
-As in `banded/hopper.py` one warp of a program does nothing but copy, and every slot of a ring of tiles has two
-barriers. Two groups of four warps multiply, 64 rows each. A row is a token with one head of its group, as in
-`union.py`, which has the same in Triton for other shapes and GPUs. Every program has one tile of rows: programs that
-stay and take one after the other were slower.
+As in `hopper/boxes.py` one warp of a program does nothing but copy, and every slot of a ring of tiles has two barriers.
+Two groups of four warps multiply, 64 rows each. A row is a token with one head of its group, as in `union.py`, which
+has the same in Triton for other shapes and GPUs. Every program has one tile of rows: programs that stay and take one
+after the other were slower.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tamis.attention.kernels.banded.hopper import described_heads
+from tamis.attention.kernels.hopper.descriptors import described_heads
+from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.launch import PreparedKernel
 from tamis.attention.kernels.selected.union import Unions
-from tamis.attention.kernels.softmax_on_hopper import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 
 STAGES = 4
 

@@ -1,0 +1,1 @@
+"""What the kernels in Gluon for Hopper share."""
