@@ -32,7 +32,8 @@ class Compression(nn.Module):
         return compress_together([self], x_BSGD[:, :, None], row)[0]
 
     @staticmethod
-    def of_sequences(phis: Sequence[Any], x_BSMGD: Tensor) -> Tensor:
+    def of_pieces(phis: Sequence[Any], pieces_MBPGdD: Tensor) -> Tensor:
+        """Return `[M,B,N,G,D]`: the blocks of P pieces, the m-th of them by `phis[m]`."""
         raise NotImplementedError
 
 
@@ -41,27 +42,30 @@ def compress_together(phis: Sequence[Compression], x_BSMGD: Tensor, row: PackedR
 
     Keys and values go together: two small products become one, which saves time in a short sequence.
     """
-    spec, of_sequences = phis[0].spec, phis[0].of_sequences
+    spec = phis[0].spec
     if row is None or not spec.compressed_blocks(row.tokens):
-        return of_sequences(phis, x_BSMGD).unbind()
+        return compress_pieces(phis, _pieces(x_BSMGD, spec))
     layout = row.pieces(spec)
-    pieces: Tensor = _Rearrange.apply(x_BSMGD, layout.token_of_slot, layout.slot_of_token)  # type: ignore[no-untyped-call]
-    blocks = of_sequences(phis, pieces).flatten(0, 1)
+    slots: Tensor = _Rearrange.apply(x_BSMGD, layout.token_of_slot, layout.slot_of_token)  # type: ignore[no-untyped-call]
+    blocks = phis[0].of_pieces(phis, _pieces(slots, spec)).flatten(0, 1)
     blocks = cast(Tensor, _Rearrange.apply(blocks, layout.piece_of_block, layout.block_of_piece))  # type: ignore[no-untyped-call]
     return blocks.unflatten(0, (len(phis), -1)).unbind()
+
+
+def compress_pieces(phis: Sequence[Compression], pieces_MBPGdD: Tensor) -> tuple[Tensor, ...]:
+    """As `compress_together`, for the pieces of whole sequences: no block ends behind the last piece."""
+    return phis[0].of_pieces(phis, pieces_MBPGdD).unbind()
 
 
 class MeanCompression(Compression):
     """φ = mean of the block."""
 
     @staticmethod
-    def of_sequences(phis: Sequence[MeanCompression], x_BSMGD: Tensor) -> Tensor:
-        """Return `[M,B,N,G,D]`."""
+    def of_pieces(phis: Sequence[MeanCompression], pieces_MBPGdD: Tensor) -> Tensor:
         spec = phis[0].spec
-        pieces = _pieces(x_BSMGD, spec).float().mean(dim=2)  # [B, P, M, G, D]
-        blocks = spec.compressed_blocks(x_BSMGD.shape[1])
-        shifted = [pieces[:, m : m + blocks] for m in range(spec.pieces_per_compressed)]
-        return torch.stack(shifted).mean(dim=0).to(x_BSMGD.dtype).permute(2, 0, 1, 3, 4)
+        means, blocks = pieces_MBPGdD.float().mean(dim=4), _blocks_of(pieces_MBPGdD, spec)
+        shifted = [means[:, :, m : m + blocks] for m in range(spec.pieces_per_compressed)]
+        return torch.stack(shifted).mean(dim=0).to(pieces_MBPGdD.dtype)
 
 
 class LearnedCompression(Compression):
@@ -74,17 +78,15 @@ class LearnedCompression(Compression):
         self.out = nn.Linear(dim, dim)
 
     @staticmethod
-    def of_sequences(phis: Sequence[LearnedCompression], x_BSMGD: Tensor) -> Tensor:
-        """Return `[M,B,N,G,D]`."""
-        spec, (batch, tokens, count, groups, dim) = phis[0].spec, x_BSMGD.shape
-        per_block, blocks = spec.pieces_per_compressed, spec.compressed_blocks(tokens)
+    def of_pieces(phis: Sequence[LearnedCompression], pieces_MBPGdD: Tensor) -> Tensor:
+        spec, (count, batch, _, groups, _, dim) = phis[0].spec, pieces_MBPGdD.shape
+        per_block, blocks = spec.pieces_per_compressed, _blocks_of(pieces_MBPGdD, spec)
         first = torch.stack([phi.hidden.weight for phi in phis])
         # The product of the offset embedding and the first matrix is a constant, so it joins the bias.
         of_places = (first * torch.stack([phi.place.flatten() for phi in phis])[:, None]).sum(-1)
         bias = torch.stack([phi.hidden.bias for phi in phis]) + of_places
-        pieces = _pieces(x_BSMGD, spec).permute(3, 0, 1, 4, 2, 5)  # [M, B, P, G, d, D]
         by_offset = first.view(count, dim, per_block, spec.d * dim).transpose(1, 2).flatten(1, 2)
-        partial = torch.bmm(pieces.reshape(count, -1, spec.d * dim), by_offset.mT)
+        partial = torch.bmm(pieces_MBPGdD.reshape(count, -1, spec.d * dim), by_offset.mT)
         partial = partial.view(count, batch, -1, groups, per_block, dim)
         total = sum(partial[:, :, m : m + blocks, :, m] for m in range(per_block))
         hidden = F.silu(total + bias[:, None, None, None]).flatten(1, 3)
@@ -109,7 +111,11 @@ class _Rearrange(torch.autograd.Function):
 
 
 def _pieces(x_BSMGD: Tensor, spec: NSASpec) -> Tensor:
-    """Return `[B, P, d, M, G, D]`: the stride-d pieces that some whole block covers."""
+    """Return `[M,B,P,G,d,D]`: the stride-d pieces that some whole block covers."""
     blocks = spec.compressed_blocks(x_BSMGD.shape[1])
     pieces = blocks + spec.pieces_per_compressed - 1 if blocks else 0
-    return x_BSMGD[:, : pieces * spec.d].unflatten(1, (pieces, spec.d))
+    return x_BSMGD[:, : pieces * spec.d].unflatten(1, (pieces, spec.d)).permute(3, 0, 1, 4, 2, 5)
+
+
+def _blocks_of(pieces_MBPGdD: Tensor, spec: NSASpec) -> int:
+    return max(0, pieces_MBPGdD.shape[2] - spec.pieces_per_compressed + 1)

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tamis.attention.cache import Cache, NSACache
-from tamis.attention.compress import Compression, LearnedCompression, MeanCompression, compress_together
+from tamis.attention.compress import (
+    Compression,
+    LearnedCompression,
+    MeanCompression,
+    compress_pieces,
+    compress_together,
+)
 from tamis.attention.decode import nsa_decode, tile_attention
 from tamis.attention.functional import Backend, nsa_attention, select_blocks
 from tamis.attention.packing import PackedRow, as_row
@@ -94,13 +100,16 @@ class NSAAttention(nn.Module):
 
     def attention_inputs(self, x_BSE: Tensor, row: PackedRow | None = None) -> AttentionInputs:
         """Return the tensor arguments of `nsa_attention`: queries, keys and values of each branch, gates."""
-        q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, *self.rotary.tables(row))
+        tokens, spec = x_BSE.shape[1], self.spec
+        piece = spec.d if row is None and tokens % spec.d == 0 and tokens >= spec.l else 0
+        q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, *self.rotary.tables(row), piece)
         gates = self.gates(logits.flatten(2))
         k_cmp, v_cmp = self._compressed(to_compress, row)
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
 
-    def _compressed(self, to_compress_BSCD: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:
-        kv = to_compress_BSCD.unflatten(2, (2, self.groups))
+    def _compressed(self, to_compress: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:
+        """Compress a part `[B,S,C,D]`, or one that came in pieces."""
+        kv = to_compress if to_compress.dim() == 6 else to_compress.unflatten(2, (2, self.groups))
         if row is None:
             return self.compress(kv)
         k, v = self._compress_unrotated(kv, row)
@@ -114,10 +123,11 @@ class NSAAttention(nn.Module):
         k_cmp, _ = self._compressed(to_compress, row)
         return select_blocks(q, k_cmp, self.spec, self.backend, cu_seqlens=row, max_seqlen=self.max_len)
 
-    def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    def _parts(self, x_BSE: Tensor, cos: Tensor, sin: Tensor, piece: int = 0) -> list[Tensor]:
         """Return queries, keys and values as attention takes them, and the gates' logits as padded heads.
 
-        The keys and values to compress are one part, because one product compresses both.
+        The keys and values to compress are one part, because one product compresses both; with `piece` they come in
+        pieces of as many tokens, and are not copied again.
         All come from one product: with two, each would read the tokens and produce a gradient to be added.
         """
         sizes = heads_of_parts(self.heads, self.groups, self.dim)
@@ -125,7 +135,7 @@ class NSAAttention(nn.Module):
         heads = self._normed(
             F.linear(x_BSE, torch.cat((self.project.weight, gate_weight))).unflatten(-1, (-1, self.dim))
         )
-        return split_heads(heads, cos, sin, sizes, ROTATED)
+        return split_heads(heads, cos, sin, sizes, ROTATED, piece)
 
     def new_cache(self, batch: int, max_len: int | None = None) -> Cache:
         """Return an empty cache for `batch` sequences of up to `max_len` tokens, for `prefill` and `step`."""
@@ -242,14 +252,18 @@ class NSAAttention(nn.Module):
         """Return the gates by a product of their own, which needs no copy of the weights."""
         return torch.sigmoid(self.gate(x_BSE)).unflatten(-1, (self.heads, 3))
 
-    def compress(self, kv_BS2GD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
-        """Return compressed keys, rotated to their block's last position, and values, from block `first_block` on."""
-        k, v = self._compress_unrotated(kv_BS2GD)
+    def compress(self, kv: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
+        """Return compressed keys, rotated to their block's last position, and values, from block `first_block` on.
+
+        Keys and values are `[B,S,2,G,D]`, or come in pieces: `[2,B,P,G,d,D]`.
+        """
+        k, v = self._compress_unrotated(kv)
         blocks = torch.arange(first_block, first_block + k.shape[1], device=k.device)
         return self.rotary(k, blocks * self.spec.d + self.spec.l - 1), v
 
-    def _compress_unrotated(self, kv_BS2GD: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
-        return compress_together((self.compress_k, self.compress_v), kv_BS2GD, row)
+    def _compress_unrotated(self, kv: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
+        phis = (self.compress_k, self.compress_v)
+        return compress_pieces(phis, kv) if kv.dim() == 6 else compress_together(phis, kv, row)
 
 
 def heads_of_parts(heads: int, groups: int, dim: int) -> list[int]:

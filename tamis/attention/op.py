@@ -22,7 +22,7 @@ from tamis.attention.checks import Layouts, check_branch, check_queries, check_s
 from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import NOT_MIXED, Band, Rows, banded_forward, copies_boxes
 from tamis.attention.kernels.gates import Mixture, gate_gradients, planes_shape, weights_and_delta
-from tamis.attention.kernels.launch import SideStream, softmax_scale, unit_last_stride
+from tamis.attention.kernels.launch import SideStream, fills_the_gpu, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
@@ -94,9 +94,8 @@ def attend(
     out = empty(q.shape, q.dtype, q.device)
     side = SideStream(q)
     window = partial(window_forward, q, k_win, v_win, spec, start, first_key, True, packed, scale)
-    window_is_last = copies_boxes(q, k_win, v_win, latest_start(start) - first_key)
-    # First, because it is long and waits for nothing: it hides the host's time for the launches that follow.
-    if not window_is_last:
+    window_is_last = fills_the_gpu(q) and copies_boxes(q, k_win, v_win, latest_start(start) - first_key)
+    if not window_is_last:  # first: it is long and waits for nothing, and hides the host's time for other launches
         with _range("window"):
             out_win, lse_win = window()
     with side:

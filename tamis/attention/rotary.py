@@ -58,52 +58,63 @@ def unit_rms(x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
-def split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
+def split_heads(
+    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int = 0
+) -> list[Tensor]:
     """Cut C heads into parts of `sizes` heads, and rotate those marked in `rotated`.
 
-    Token `s` is rotated by row `s` of the tables `[S or more, D/2]`.
+    Token `s` is rotated by row `s` of the tables `[S or more, D/2]`. With `piece`, which divides S, the second part
+    comes as `compress_pieces` takes it: `[2,B,S/piece,G,piece,D]`, where its heads are 2·G.
     """
     if merged_BSCD.is_cuda:
-        return _split_heads(merged_BSCD, cos, sin, sizes, rotated)
-    parts, S = merged_BSCD.split(sizes, dim=2), merged_BSCD.shape[1]
-    return [rotate(part, cos[:S], sin[:S]) if r else part for part, r in zip(parts, rotated, strict=True)]
+        return _split_heads(merged_BSCD, cos, sin, sizes, rotated, piece)
+    parts, S = list(merged_BSCD.split(sizes, dim=2)), merged_BSCD.shape[1]
+    parts = [rotate(part, cos[:S], sin[:S]) if r else part for part, r in zip(parts, rotated, strict=True)]
+    if piece:
+        parts[1] = parts[1].unflatten(1, (-1, piece)).unflatten(3, (2, -1)).permute(3, 0, 1, 4, 2, 5)
+    return parts
 
 
 @torch.library.custom_op("tamis::split_heads", mutates_args=())
-def _split_heads(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
+def _split_heads(
+    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int
+) -> list[Tensor]:
     from tamis.attention.kernels.split_heads import (
         split_heads_rows,  # here, because a machine without a GPU may lack Triton
     )
 
-    return split_heads_rows(merged_BSCD, cos, sin, sizes, rotated)
+    return split_heads_rows(merged_BSCD, cos, sin, sizes, rotated, piece)
 
 
 @torch.library.custom_op("tamis::join_heads", mutates_args=())
-def _join_heads(d_parts: list[Tensor], cos: Tensor, sin: Tensor, rotated: list[bool]) -> Tensor:
+def _join_heads(
+    d_parts: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int
+) -> Tensor:
     from tamis.attention.kernels.split_heads import join_heads_rows
 
-    return join_heads_rows(d_parts, cos, sin, rotated)
+    return join_heads_rows(d_parts, cos, sin, sizes, rotated, piece)
 
 
 @_split_heads.register_fake
-def _(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool]) -> list[Tensor]:
-    B, S, _, D = merged_BSCD.shape
-    return [merged_BSCD.new_empty(B, S, size, D) for size in sizes]
+def _(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int) -> list[Tensor]:
+    from tamis.attention.kernels.split_heads import empty_parts
+
+    return empty_parts(merged_BSCD, sizes, piece)
 
 
 @_join_heads.register_fake
-def _(d_parts: list[Tensor], cos: Tensor, sin: Tensor, rotated: list[bool]) -> Tensor:
+def _(d_parts: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int) -> Tensor:
     B, S, _, D = d_parts[0].shape
-    return d_parts[0].new_empty(B, S, sum(part.shape[2] for part in d_parts), D)
+    return d_parts[0].new_empty(B, S, sum(sizes), D)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, cos, sin, _, ctx.rotated = inputs
+    _, cos, sin, *ctx.parts = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx: Any, d_parts: list[Tensor]) -> tuple[Tensor, None, None, None, None]:
-    return _join_heads(d_parts, *ctx.saved_tensors, ctx.rotated), None, None, None, None
+def _backward(ctx: Any, d_parts: list[Tensor]) -> tuple[Tensor, None, None, None, None, None]:
+    return _join_heads(d_parts, *ctx.saved_tensors, *ctx.parts), None, None, None, None, None
 
 
 _split_heads.register_autograd(_backward, setup_context=_setup_context)

@@ -284,8 +284,8 @@ def _shut(layer: NSAAttention, branch: int) -> Any:
 def _without_keys(layer: NSAAttention) -> Any:
     compress = layer.compress
 
-    def without_keys(kv_BS2GD: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
-        k, v = compress(kv_BS2GD, first_block)
+    def without_keys(kv: Tensor, first_block: int = 0) -> tuple[Tensor, Tensor]:
+        k, v = compress(kv, first_block)
         return torch.zeros_like(k), v
 
     return without_keys

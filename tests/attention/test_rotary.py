@@ -53,13 +53,30 @@ def test_kernel_equals_pytorch_in_value_and_gradient(
     batch: int, length: int, dim: int, sizes: list[int], rotated: list[bool]
 ) -> None:
     merged, rotary = problem(batch, length, dim, sizes)
-    measured = _split_heads(merged, rotary.cos, rotary.sin, sizes, rotated)
+    measured = _split_heads(merged, rotary.cos, rotary.sin, sizes, rotated, 0)
     expected = plain(merged, rotary, sizes, rotated)
     assert all(part.is_contiguous() for part in measured)
     torch.testing.assert_close(list(measured), expected, rtol=1e-6, atol=1e-6)
     seeds = [torch.randn_like(part) for part in expected]
     got, wanted = (torch.autograd.grad(parts, merged, seeds) for parts in (measured, expected))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_second_part_may_come_in_pieces() -> None:
+    sizes, rotated, piece = [3, 4, 2], [True, False, True], 4
+    merged, rotary = problem(2, 12, 16, sizes)
+    measured, plain_parts = (
+        split(merged, rotary.cos, rotary.sin, sizes, rotated, piece) for split in (_split_heads, split_heads)
+    )
+    expected = plain(merged, rotary, sizes, rotated)
+    kv = expected[1].view(2, 3, piece, 2, 2, 16)  # batch, pieces, tokens, key or value, groups
+    expected[1] = torch.stack([kv[:, :, :, m].transpose(2, 3) for m in range(2)])
+    seeds = [torch.randn_like(part) for part in expected]
+    for parts in (measured, plain_parts):
+        torch.testing.assert_close(list(parts), expected, rtol=1e-6, atol=1e-6)
+        got, wanted = (torch.autograd.grad(x, merged, seeds, retain_graph=True) for x in (parts, expected))
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    assert all(part.is_contiguous() for part in measured)
 
 
 @pytest.mark.parametrize(("dim", "offset", "bytes_"), [(16, 0, 16), (16, 1, 4), (16, 2, 8), (2, 0, 8)])
@@ -72,7 +89,7 @@ def test_gradients_may_begin_anywhere_and_the_compiler_is_given_their_true_align
     seeds = [torch.randn(part.numel() + offset, device=DEVICE)[offset:].view_as(part) for part in parts]
     launches: list[dict[str, Any]] = []
     monkeypatch.setattr(kernels, "_join_kernel", Launches(kernels._join_kernel, launches))
-    joined = kernels.join_heads_rows(seeds, rotary.cos, rotary.sin, rotated)
+    joined = kernels.join_heads_rows(seeds, rotary.cos, rotary.sin, sizes, rotated)
     torch.testing.assert_close(joined, torch.autograd.grad(parts, merged, seeds)[0], rtol=1e-6, atol=1e-6)
     assert [launch["ALIGNED"] for launch in launches] == [bytes_]
 

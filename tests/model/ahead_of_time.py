@@ -34,9 +34,11 @@ def launch_everything(dtype: torch.dtype) -> None:
     for d_total in (None, total):
         add_and_norm_rows_backward._init_fn(d_total, normed, total, inverse, weight)
     table = torch.empty(ROWS, 32)
-    for sizes, rotated in (([12, 2, 2], [True, True, False]), (heads_of_parts(12, 2, 64), ROTATED)):
+    nsa = heads_of_parts(12, 2, 64)
+    for sizes, rotated, piece in (([12, 2, 2], [True, True, False], 0), (nsa, ROTATED, 0), (nsa, ROTATED, 16)):
         heads = torch.empty(1, ROWS, sum(sizes), 64, dtype=dtype)
-        join_heads_rows(split_heads_rows(heads, table, table, sizes, rotated), table, table, rotated)
+        how = table, table, sizes, rotated, piece
+        join_heads_rows(split_heads_rows(heads, *how), *how)
 
 
 def write_all_caches(dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ def test_kernels_load_wide_and_do_not_spill(arch: int) -> None:
     assert len(cache_writes) == len(DTYPES[arch]) * 7
     most_spilled = 112 if arch == 80 else 0  # by float32 products on an A100, which are for checks
     assert max(k["stack"] for k in cache_writes.values()) <= most_spilled
-    assert len(kernels) == len(DTYPES[arch]) * 13
+    assert len(kernels) == len(DTYPES[arch]) * 15
     assert {name: k["stack"] for name, k in kernels.items() if k["stack"]} == {}
     loss = {name: k for name, k in kernels.items() if name.startswith("_cross_entropy")}
     with_one = {*loss, *(n for n in kernels if n.startswith("_norm_backward"))}  # the target's logit; a row's norm

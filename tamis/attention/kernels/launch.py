@@ -31,6 +31,8 @@ NUMBERS: frozenset[type] = frozenset((int, float, bool, type(None)))
 PASSED_ON: set[type] = set(NUMBERS)
 
 
+MANY_TOKENS = 32768  # of a call: its kernels fill the GPU one after the other
+SHORT_IN_BOXES = 8192  # tokens of a sequence; longer ones of head dim 64 have kernels that are faster there; measured
 MOST_KEYS = 64  # of a selection block held at once; longer blocks are walked in several parts
 LEAST_ROWS = 64  # of a tile where the tensor memory accelerator copies what is walked
 
@@ -62,6 +64,17 @@ def specializes_warps(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
     gpu = gpu_model(tensors[0].device)
     known = gpu is not None and gpu.capability[0] == 9 and triton.__version__.startswith(GLUON_PROVED_WITH)
     return known and all(x.shape[-1] in dims and _has_boxes_of_heads(x) for x in tensors)
+
+
+def fills_the_gpu(q: Tensor) -> bool:
+    """Whether a call has so many tokens that nothing is gained by branches that run side by side."""
+    return q.shape[0] * q.shape[1] >= MANY_TOKENS
+
+
+def takes_boxes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `hopper/boxes.py` has the kernel for queries from position 0 on, and it is the fastest."""
+    short = fills_the_gpu(q) and q.shape[1] <= SHORT_IN_BOXES
+    return specializes_warps(q, k, v, dims=(64, 128) if short else (128,))
 
 
 def _has_boxes_of_heads(x: Tensor) -> bool:

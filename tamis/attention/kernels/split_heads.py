@@ -1,6 +1,8 @@
 """Triton: cut the heads of a merged projection into parts and rotate them by position; join their gradients.
 
 A row is one head of one token; a part holds the rows of its heads alone. Every number is read once and written once.
+With PIECE, the second part holds keys and values as φ takes them, `[2,B,P,G,PIECE,D]`: P pieces of PIECE tokens, and of
+each the tokens of one head together.
 """
 
 from __future__ import annotations
@@ -21,25 +23,35 @@ ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # per program
 
 
 def split_heads_rows(
-    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int], rotated: Sequence[bool]
+    merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int], rotated: Sequence[bool], piece: int = 0
 ) -> list[Tensor]:
-    B, S, _, D = merged_BSCD.shape
-    parts = [merged_BSCD.new_empty(B, S, size, D) for size in sizes]
-    _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, rotated)
+    parts = empty_parts(merged_BSCD, sizes, piece)
+    _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, sizes, rotated, piece)
     return parts
 
 
-def join_heads_rows(d_parts: Sequence[Tensor], cos: Tensor, sin: Tensor, rotated: Sequence[bool]) -> Tensor:
+def empty_parts(merged_BSCD: Tensor, sizes: Sequence[int], piece: int) -> list[Tensor]:
+    B, S, _, D = merged_BSCD.shape
+    shapes: list[tuple[int, ...]] = [(B, S, size, D) for size in sizes]
+    if piece:
+        shapes[1] = (2, B, S // piece, sizes[1] // 2, piece, D)
+    return [merged_BSCD.new_empty(shape) for shape in shapes]
+
+
+def join_heads_rows(
+    d_parts: Sequence[Tensor], cos: Tensor, sin: Tensor, sizes: Sequence[int], rotated: Sequence[bool], piece: int = 0
+) -> Tensor:
     """Return the gradient of the merged heads from the gradients of the parts."""
     B, S, _, D = d_parts[0].shape
-    d_merged = d_parts[0].new_empty(B, S, sum(part.shape[2] for part in d_parts), D)
-    _launch(_join_kernel, d_merged, [part.contiguous() for part in d_parts], cos, sin, rotated)
+    d_merged = d_parts[0].new_empty(B, S, sum(sizes), D)
+    _launch(_join_kernel, d_merged, [part.contiguous() for part in d_parts], cos, sin, sizes, rotated, piece)
     return d_merged
 
 
 def _launch(
-    kernel: Any, merged_BSCD: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, rotated: Sequence[bool]
-) -> None:
+    kernel: Any, merged_BSCD: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, sizes: Sequence[int],
+    rotated: Sequence[bool], piece: int,
+) -> None:  # fmt: skip
     B, S, C, D = merged_BSCD.shape
     rows, tile = B * S * C, ROWS[merged_BSCD.dtype]
     # Of every row of every part. Triton from 3.8 on does not derive it where an address is chosen by a condition.
@@ -51,13 +63,14 @@ def _launch(
         sin,
         rows,
         S,
-        SIZES=tuple(part.shape[2] for part in parts),
+        SIZES=tuple(sizes),
         ROTATED=tuple(rotated),
         HEADS=C,
         HALF=D // 2,
         WIDTH=next_power_of_2(D // 2),
         ROWS=tile,
         ALIGNED=aligned,
+        PIECE=piece,
         num_warps=WARPS,
     )
 
@@ -91,14 +104,19 @@ def _angles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows_of_parts(  # type: ignore[no-untyped-def]
-    parts, token, head, SIZES: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr
+    parts, token, head, tokens, SIZES: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr
 ):
     """Return where each row begins in its part: one address to read or write, not one of every part with a mask."""
     at = parts[0] + (token * SIZES[0] + head).to(tl.int64) * (2 * HALF)
     first = SIZES[0]
     for part in tl.static_range(1, len(SIZES)):
-        of_part = parts[part] + (token * SIZES[part] + head - first).to(tl.int64) * (2 * HALF)
-        at = tl.where(head >= first, of_part, at)
+        row = token * SIZES[part] + head - first
+        if PIECE > 0 and part == 1:
+            GROUPS: tl.constexpr = SIZES[1] // 2
+            stack, group = (head - first) // GROUPS, (head - first) % GROUPS
+            pieces = stack * (tokens // PIECE) + token // PIECE
+            row = (pieces * GROUPS + group) * PIECE + token % PIECE
+        at = tl.where(head >= first, parts[part] + row.to(tl.int64) * (2 * HALF), at)
         first += SIZES[part]
     return tl.multiple_of(at, (ALIGNED, ALIGNED))  # bytes
 
@@ -106,13 +124,13 @@ def _rows_of_parts(  # type: ignore[no-untyped-def]
 @triton.jit
 def _split_kernel(  # type: ignore[no-untyped-def]
     merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
     a = tl.load(merged + start + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(merged + start + column + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)
-    target = _rows_of_parts(parts, token, head, SIZES, HALF, ALIGNED) + column
+    target = _rows_of_parts(parts, token, head, rows // HEADS, SIZES, HALF, ALIGNED, PIECE) + column
     tl.store(target, (a * c - b * s).to(merged.dtype.element_ty), mask=inside)
     tl.store(target + HALF, (b * c + a * s).to(merged.dtype.element_ty), mask=inside)
 
@@ -120,10 +138,10 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
     merged, parts, cos, sin, rows, S, SIZES: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     start, token, head, column, inside = _rows(rows, HEADS, HALF, WIDTH, ROWS)
-    source = _rows_of_parts(parts, token, head, SIZES, HALF, ALIGNED) + column
+    source = _rows_of_parts(parts, token, head, rows // HEADS, SIZES, HALF, ALIGNED, PIECE) + column
     a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token, head, S, column, inside, SIZES, ROTATED, HALF)

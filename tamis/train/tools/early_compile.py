@@ -181,7 +181,9 @@ def launch_layers(config: Config) -> None:
         sizes = heads_of_parts(model.n_heads, model.n_kv_groups, model.d_k)
         angles = torch.empty(tokens, model.d_k // 2)
         heads = like.new_empty(batch, tokens, sum(sizes), model.d_k)
-        join_heads_rows(split_heads_rows(heads, angles, angles, sizes, ROTATED), angles, angles, ROTATED)
+        piece = 0 if config.data.packing == "documents" or tokens % config.nsa.d else config.nsa.d
+        how = angles, angles, sizes, ROTATED, piece
+        join_heads_rows(split_heads_rows(heads, *how), *how)
         rows = min(batch * tokens, max(1, LOGITS_AT_ONCE["cuda"] // config.vocab_size))
         logits, targets = like.new_empty(rows, config.padded_vocab_size), torch.empty(rows, dtype=torch.int64)
         cross_entropy_rows_(logits, targets, config.vocab_size, True, model.logit_soft_cap)

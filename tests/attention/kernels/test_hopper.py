@@ -35,6 +35,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     for module in (queries, selection):
         monkeypatch.setattr(module, "specializes_warps", takes_half)
+    monkeypatch.setattr(queries, "takes_boxes", lambda *tensors: takes_half(*tensors, dims=(128,)))
 
 
 def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
@@ -117,6 +118,19 @@ def test_a_sequence_reads_nothing_of_the_next_one(on_cpu: None, dim: int) -> Non
 
 
 @ON_CPU
+@pytest.mark.parametrize("branch", ["window", "compressed"])
+def test_boxes_of_head_dim_64(on_cpu: None, monkeypatch: pytest.MonkeyPatch, branch: str) -> None:
+    torch.manual_seed(0)
+    N = 133 if branch == "window" else SPEC.compressed_blocks(133)
+    q, k, v = (normal(2, n, heads, 64) for n, heads in ((133, 12), (N, 2), (N, 2)))
+    by_head, _ = queries.banded_forward(q, band_of(branch, k, v, None))
+    monkeypatch.setattr(queries, "takes_boxes", takes_half)
+    monkeypatch.delattr(queries_on_hopper, "forward_on_hopper")
+    in_boxes, _ = queries.banded_forward(q, band_of(branch, k, v, None))
+    assert relative_rmse(in_boxes, by_head) < 1e-3
+
+
+@ON_CPU
 @pytest.mark.parametrize("heads_per_group", [3, 16])
 def test_the_window_is_mixed_with_the_other_branches(on_cpu: None, heads_per_group: int) -> None:
     torch.manual_seed(0)
@@ -126,6 +140,22 @@ def test_the_window_is_mixed_with_the_other_branches(on_cpu: None, heads_per_gro
     win, _ = queries.banded_forward(q, op.window_band(k, v, SPEC), mixture=(mixed, gates, cmp, sel))
     branches = torch.stack((cmp, sel, win), dim=-1).float()
     torch.testing.assert_close(mixed, (gates.float()[..., None, :] * branches).sum(dim=-1).half())
+
+
+@ON_CPU
+def test_a_large_call_runs_the_window_last_and_gives_the_same(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, gates = normal(1, 133, 6, 128), torch.rand(1, 133, 6, 3).half()
+    branches = [normal(1, n, 2, 128) for n in (SPEC.compressed_blocks(133),) * 2 + (133,) * 4]
+    results, order = [], []
+    for name in ("window_forward", "selected_forward"):
+        call = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *a, name=name, call=call: (order.append(name), call(*a))[1])
+    for is_large in (False, True):
+        monkeypatch.setattr(op, "fills_the_gpu", lambda q, is_large=is_large: is_large)
+        results.append(op.attend(q, branches, gates, SPEC))
+    assert order == ["window_forward", "selected_forward", "selected_forward", "window_forward"]
+    assert all(torch.equal(first, last) for first, last in zip(*results, strict=True))
 
 
 @ON_CPU
@@ -184,6 +214,18 @@ def test_other_gpus_take_tritons_kernels(
     assert not launch.specializes_warps(heads())
 
 
+def test_head_dim_64_takes_boxes_in_large_calls_of_short_sequences(on_hopper: None) -> None:
+    assert launch.takes_boxes(*[heads(tokens=2048, batch=16)] * 3)
+    assert launch.takes_boxes(*[heads(128)] * 3)
+    others = {
+        "a small call": heads(tokens=2048, batch=15),
+        "a long sequence": heads(tokens=16384, batch=2),
+        "float32": heads(128, dtype=torch.float32),
+        "dim": heads(96, tokens=2048, batch=16),
+    }
+    assert {name for name, x in others.items() if launch.takes_boxes(x, x, x)} == set()
+
+
 def test_other_versions_of_triton_take_tritons_kernels(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GLUON_PROVED_WITH", ("0.",))
     assert not launch.specializes_warps(heads())
@@ -195,7 +237,7 @@ def test_the_forward_kernel_takes_pairs_of_heads_from_the_first_token_on(
     on_hopper: None, monkeypatch: pytest.MonkeyPatch, heads_per_group: int, start: int
 ) -> None:
     taken = []
-    monkeypatch.setattr(queries_on_hopper, "forward_on_hopper", lambda q, band: taken.append(q.shape))
+    monkeypatch.setattr(queries_on_hopper, "forward_on_hopper", lambda q, *rest: taken.append(q.shape))
     q, k = torch.randn(1, 7, heads_per_group, 64).half(), torch.randn(1, 7 + start, 1, 64).half()
     queries.banded_forward(q, op.window_band(k, k, SPEC), start)
     assert len(taken) == (heads_per_group == 2 and start == 0)

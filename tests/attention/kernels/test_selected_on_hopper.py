@@ -45,6 +45,7 @@ def on_cpu(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, kernel, kernels_on_cpu(module, kernel)[kernel])
     monkeypatch.setattr(boxes, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(union, "specializes_warps", takes_half)
+    monkeypatch.setattr(union, "takes_boxes", lambda *tensors: takes_half(*tensors, dims=(128,)))
     monkeypatch.setattr(pairs, "reads_rows", lambda q, *rest: takes_half(q))
 
 
@@ -72,7 +73,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_compute_what_tritons_kernels_do(on_cpu: None, shape: str, form: str) -> None:
     forward, dim = FORMS[form]
-    assert_agrees(forward, Case(SPEC, dim=dim, dtype=torch.float16, **SHAPES[shape]))  # type: ignore[arg-type]
+    case = Case(SPEC, dim=dim, dtype=torch.float16, **SHAPES[shape])  # type: ignore[arg-type]
+    assert_agrees(forward, case)
+    few_tokens = shape != "one token"  # of a box: of two heads per group, three boxes would have too many
+    assert bool(union.tokens_of_boxes(case.q, case.k, case.v, SPEC)) == (dim == 128 and few_tokens)
 
 
 @ON_CPU

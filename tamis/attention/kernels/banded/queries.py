@@ -43,6 +43,7 @@ from tamis.attention.kernels.launch import (
     read_start,
     specializes_warps,
     start_argument,
+    takes_boxes,
     tile_for,
     unit_last_stride,
 )  # fmt: skip
@@ -276,8 +277,8 @@ def copies_heads(q: Tensor, k: Tensor, v: Tensor, start: Start = 0) -> bool:
 
 
 def copies_boxes(q: Tensor, k: Tensor, v: Tensor, start: Start = 0) -> bool:
-    """Whether `hopper/boxes.py` has the kernel for these."""
-    return start_argument(start) is None and specializes_warps(q, k, v, dims=(128,))
+    """Whether these take the kernel of `hopper/boxes.py`."""
+    return start_argument(start) is None and takes_boxes(q, k, v)
 
 
 def banded_forward(
@@ -292,18 +293,18 @@ def banded_forward(
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
     R = H // G
-    if copies_heads(q, band.k, band.v, start):
-        # Here, because not every Triton has Gluon.
-        from tamis.attention.kernels.banded.queries_on_hopper import forward_on_hopper
-
-        return forward_on_hopper(q, band)
     out = empty((B, S, H, D), q.dtype, q.device)
     lse = empty((B, H, S), torch.float32, q.device)
     if copies_boxes(q, band.k, band.v, start):
-        from tamis.attention.kernels.hopper.boxes import attend_run
+        from tamis.attention.kernels.hopper.boxes import attend_run  # here, because not every Triton has Gluon
 
         limits = band.documents, band.length, band.stride, band.window
         attend_run(q, band.k, band.v, out, lse, band.scale * LOG2E, *limits, mixture)
+        return out, lse
+    if copies_heads(q, band.k, band.v, start):
+        from tamis.attention.kernels.banded.queries_on_hopper import forward_on_hopper
+
+        forward_on_hopper(q, band, out, lse)
         return out, lse
     copied = copies_tiles(R, band.k, band.v)
     tile = tile_for("forward", q, R, copied)

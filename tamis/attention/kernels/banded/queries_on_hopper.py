@@ -11,7 +11,6 @@ token sees. Packed rows read the same tables.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,6 @@ from tamis.attention.kernels.hopper.boxes import seen_by_token
 from tamis.attention.kernels.hopper.descriptors import described_heads
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.launch import LOG2E, PreparedKernel, cdiv, multiprocessors
-from tamis.attention.kernels.tape import empty
 
 HEADS = 2  # of a group, that share the keys which a program copies
 STAGES = 4
@@ -165,12 +163,10 @@ def forward_by_head(
     ], [4, 1], [104, 24])  # fmt: skip
 
 
-def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """As `banded_forward` for queries from position 0 on."""
+def forward_on_hopper(q: Tensor, band: Band, out: Tensor, lse: Tensor) -> None:
+    """Write what `banded_forward` returns for queries from position 0 on."""
     B, S, H, D = q.shape
     G = band.k.shape[2]
-    out = empty((B, S, H, D), q.dtype, q.device)
-    lse = empty((B, H, S), torch.float32, q.device)
     works = B * cdiv(S, 64) * (H // HEADS)
     # The window's programs should make room for what runs next to them: each takes one tile.
     programs = works if band.window else min(works, PROGRAMS * multiprocessors(q.device))
@@ -179,4 +175,3 @@ def forward_on_hopper(q: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=STAGES, HEADS=HEADS,
         num_warps=4, maxnreg=80,
     )  # fmt: skip
-    return out, lse

@@ -38,6 +38,7 @@ from tamis.attention.kernels.launch import (
     softmax_scale,
     specializes_warps,
     start_argument,
+    takes_boxes,
 )  # fmt: skip
 from tamis.attention.kernels.tape import empty
 from tamis.attention.packing import PackedTables
@@ -82,16 +83,16 @@ def union_forward(
     # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("union_copied" if copied else "union", q_BSHD, heads_per_group)
-    in_gluon = copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
     in_boxes = tokens_of_boxes(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    in_gluon = not in_boxes and copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
     settings["ROWS"] = min(ROWS_IN_GLUON if in_gluon else settings["ROWS"], MOST_TOKENS * heads_per_group)
     tile = in_boxes or settings["ROWS"] // heads_per_group
     unions = unite_choices(ids_BSGn, spec, tile, every_tile, start, packed)
     out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
     lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
     scale = softmax_scale(q_BSHD, scale) * LOG2E
+    # Imported here, because not every Triton has Gluon.
     if in_gluon:
-        # Here, because not every Triton has Gluon.
         from tamis.attention.kernels.selected.union_on_hopper import attend_on_hopper
 
         attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, mixture_arguments(mixture), scale)
@@ -124,7 +125,7 @@ def copies_blocks(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec,
 def tokens_of_boxes(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec, start: Start = 0) -> int:
     """Tokens of a tile of `hopper/boxes.py`; 0 if it has no kernel for these."""
     walks = _walks_whole_blocks(q_BSHD, k_BTGD, spec, start)
-    if not (walks and specializes_warps(q_BSHD, k_BTGD, v_BTGD, dims=(128,))):
+    if not (walks and takes_boxes(q_BSHD, k_BTGD, v_BTGD)):
         return 0
     from tamis.attention.kernels.hopper.boxes import Boxes  # here, because not every Triton has Gluon
 
