@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tamis.attention.kernels.banded.keys import MOST_SPLITS, PROGRAMS_WANTED, sum_splits_kernel
 from tamis.attention.kernels.banded.queries import Band, Rows
+from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_heads, described_lines
 from tamis.attention.kernels.launch import LOG2E, PreparedKernel, cdiv
 from tamis.attention.kernels.tape import empty
@@ -164,11 +165,7 @@ def key_gradients_by_head(
     q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, D], q.layout)
     dout_ring = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, D], q.layout)
     statistics = gl.allocate_shared_memory(gl.float32, [STAGES * 4, 1, 64], lse.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = barriers_of_ring(STAGES, 1)
     fence_async_shared()
     part = (split * B + b).to(gl.int64)
     shared = (q_ring, dout_ring, statistics, full, empty)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tamis.attention.kernels.banded.queries import Band
+from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.boxes import seen_by_token
 from tamis.attention.kernels.hopper.descriptors import described_heads
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
@@ -144,16 +145,8 @@ def forward_by_head(
     """q, k and v are descriptors of [B,tokens,heads·D]. Programs share `works` tiles of 64 tokens of HEADS heads."""
     held = gl.allocate_shared_memory(q.dtype, [2 * HEADS, 1, 64, D], q.layout)
     ring = gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 64, D], q.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    held_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=HEADS)
-    for i in gl.static_range(2):
-        mbarrier.init(held_full.index(i), count=1)
-        mbarrier.init(held_empty.index(i), count=HEADS)
+    full, empty = barriers_of_ring(STAGES, HEADS)
+    held_full, held_empty = barriers_of_ring(2, HEADS)
     fence_async_shared()
     shared = (held, ring, full, empty, held_full, held_empty)
     gl.warp_specialize([

@@ -1,4 +1,7 @@
-"""Gluon: attention of tiles of queries, over a run of keys or over the blocks of a list, on Hopper at head dim 128.
+"""Gluon: attention of tiles of queries on Hopper, over a run of keys or over the blocks of a list.
+
+A run is what a token sees in a dense branch, a list is a union of the selected branch. `takes_boxes` tells which calls
+come here.
 
 One warp of a program does nothing but copy tiles into shared memory, by the tensor memory accelerator. Three groups of
 four warps multiply, with a box of 64 rows each. Every slot of a ring has two barriers: one is passed when the slot is
@@ -33,11 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_boxes
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.launch import PreparedKernel, cdiv, multiprocessors
 
-STAGES = {64: 4, 128: 3}
+STAGES = {64: 4, 128: 3}  # by head dim; three are all that fit at 128
 
 
 class Boxes(NamedTuple):
@@ -325,17 +329,9 @@ def attend_in_boxes(
     """q and out are descriptors of boxes, k and v of 64 keys. Programs share `works` tiles of three boxes."""
     held = gl.allocate_shared_memory(q.dtype, [2 * 3, 1, 64 // HEADS, HEADS, D], q.layout)
     ring = gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 64, 1, D], k.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    held_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full, empty = barriers_of_ring(STAGES, 3)
+    held_full, held_empty = barriers_of_ring(2, 3)
     turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
-    for i in gl.static_range(2):
-        mbarrier.init(held_full.index(i), count=1)
-        mbarrier.init(held_empty.index(i), count=3)
     for i in gl.static_range(3):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_boxes
 from tamis.attention.kernels.launch import PreparedKernel, cdiv
 
@@ -144,16 +145,8 @@ def score_by_head(
     ring = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, 1, D], q.layout)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     overlaps = gl.allocate_shared_memory(gl.bfloat16, [64, 16], NARROW)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    held_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=4)
-    for i in gl.static_range(2):
-        mbarrier.init(held_full.index(i), count=1)
-        mbarrier.init(held_empty.index(i), count=4)
+    full, empty = barriers_of_ring(STAGES, 4)
+    held_full, held_empty = barriers_of_ring(2, 4)
     _store_overlaps(overlaps, PIECES, PIECES_SEL)
     fence_async_shared()
     shared = (held, ring, overlaps, full, empty, held_full, held_empty)

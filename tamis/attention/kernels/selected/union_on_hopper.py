@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_heads
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.launch import PreparedKernel
@@ -149,11 +150,7 @@ def attend_unions(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     held = gl.allocate_shared_memory(q.dtype.element_ty, [2, 64, D], SWIZZLED)
     ring = gl.allocate_shared_memory(k.dtype, [STAGES * 2, 1, 64, D], k.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers_of_ring(STAGES, 2)
     fence_async_shared()
     q += sequence.to(gl.int64) * q_b + (tile * (128 // R)).to(gl.int64) * q_s + group * R * q_h
     shared = (held, ring, full, empty)
