@@ -100,8 +100,7 @@ class NSAAttention(nn.Module):
 
     def attention_inputs(self, x_BSE: Tensor, row: PackedRow | None = None) -> AttentionInputs:
         """Return the tensor arguments of `nsa_attention`: queries, keys and values of each branch, gates."""
-        tokens, spec = x_BSE.shape[1], self.spec
-        piece = spec.d if row is None and tokens % spec.d == 0 and tokens >= spec.l else 0
+        piece = tokens_of_piece(x_BSE.shape[1], self.spec) if row is None else 0
         q, to_compress, k_sel, v_sel, k_win, v_win, logits = self._parts(x_BSE, *self.rotary.tables(row), piece)
         gates = self.gates(logits.flatten(2))
         k_cmp, v_cmp = self._compressed(to_compress, row)
@@ -264,6 +263,11 @@ class NSAAttention(nn.Module):
     def _compress_unrotated(self, kv: Tensor, row: PackedRow | None = None) -> tuple[Tensor, ...]:
         phis = (self.compress_k, self.compress_v)
         return compress_pieces(phis, kv) if kv.dim() == 6 else compress_together(phis, kv, row)
+
+
+def tokens_of_piece(tokens: int, spec: NSASpec) -> int:
+    """Return how many tokens the pieces have that φ takes a sequence in, or 0 if its last one is not whole."""
+    return spec.d if tokens % spec.d == 0 and tokens >= spec.l else 0
 
 
 def heads_of_parts(heads: int, groups: int, dim: int) -> list[int]:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tamis.attention.checks import Layouts, check_branch, check_queries, check_start, compressed_blocks
 from tamis.attention.kernels.banded.keys import key_gradients
-from tamis.attention.kernels.banded.queries import NOT_MIXED, Band, Rows, banded_forward, copies_boxes
-from tamis.attention.kernels.gates import Mixture, gate_gradients, planes_shape, weights_and_delta
+from tamis.attention.kernels.banded.queries import Band, Rows, banded_forward, copies_boxes
+from tamis.attention.kernels.gates import NOT_MIXED, Mixture, gate_gradients, planes_shape, weights_and_delta
 from tamis.attention.kernels.launch import SideStream, fills_the_gpu, softmax_scale, unit_last_stride
 from tamis.attention.kernels.selected.backward import selected_backward
 from tamis.attention.kernels.selected.pairs import selected_forward

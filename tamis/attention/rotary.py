@@ -5,6 +5,7 @@ On a GPU `split_heads` cuts and rotates in one pass over memory, and joins the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ def split_heads(
     return parts
 
 
+def empty_parts(merged_BSCD: Tensor, sizes: Sequence[int], piece: int) -> list[Tensor]:
+    """Return the memory of the parts."""
+    B, S, _, D = merged_BSCD.shape
+    shapes: list[tuple[int, ...]] = [(B, S, size, D) for size in sizes]
+    if piece:
+        shapes[1] = (2, B, S // piece, sizes[1] // 2, piece, D)
+    return [merged_BSCD.new_empty(shape) for shape in shapes]
+
+
 @torch.library.custom_op("tamis::split_heads", mutates_args=())
 def _split_heads(
     merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int
@@ -97,8 +107,6 @@ def _join_heads(
 
 @_split_heads.register_fake
 def _(merged_BSCD: Tensor, cos: Tensor, sin: Tensor, sizes: list[int], rotated: list[bool], piece: int) -> list[Tensor]:
-    from tamis.attention.kernels.split_heads import empty_parts
-
     return empty_parts(merged_BSCD, sizes, piece)
 
 

@@ -87,6 +87,22 @@ def verify_packed(
     return _agreement("packed", WHOLE, inputs, spec, backend, cu_seqlens=offsets)
 
 
+def verify_batch(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    dim: int,
+    spec: NSASpec,
+    batch: int,
+    backend: attention.Backend = "auto",
+    tokens: int | None = None,
+) -> list[Check]:
+    """Compare the last sequence of a batch with the reference: large calls have kernels and an order of their own."""
+    inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens or odd_length(spec))
+    return _agreement(f"batch of {batch}", WHOLE, inputs, spec, backend, batch=batch)
+
+
 def odd_length(spec: NSASpec) -> int:
     """A multiple of nothing, with more blocks than a query chooses."""
     return (spec.n_sel + 5) * spec.l_sel + 5
@@ -96,7 +112,8 @@ def length_like(seq_len: int, heads: int, spec: NSASpec) -> int:
     """At which to prove kernels that train on `seq_len`: there itself, or where the reference would not fit, shorter.
 
     Triton compiles a kernel again for lengths with another divisibility. At the length of training, nearly all that is
-    compared is the machine code that trains, and the first step finds it compiled.
+    compared is the machine code that trains, and the first step finds it compiled. `verify_batch` has what large calls
+    take instead.
     """
     enough = 5 * spec.n_sel * spec.l_sel  # tokens from which on a long sequence's forms all take part
     most = min(enough, math.isqrt(REFERENCE_SCORES // heads))
@@ -140,18 +157,25 @@ def _agreement(
     spec: NSASpec,
     backend: attention.Backend,
     cu_seqlens: Tensor | None = None,
+    batch: int = 1,
 ) -> list[Check]:
     generator = torch.Generator().manual_seed(1 + branch)
     dout = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
 
     # The reference takes the same rounded inputs, but in float32: its gradients are not rounded to half precision.
     expected = _out_and_gradients(_reference(spec, cu_seqlens), [x.float() for x in inputs], dout.float())
-    measured = _out_and_gradients(_kernels(spec, backend, cu_seqlens), inputs, dout)
+    *many, many_dout = (_behind_others(x, batch) for x in (*inputs, dout))
+    measured = [x[-1:] for x in _out_and_gradients(_kernels(spec, backend, cu_seqlens), many, many_dout)]
     return [
         Check(f"{case} {name}", relative_rmse(got, want), LIMIT[inputs[0].dtype])
         for name, got, want in zip(("out", *(f"d{x}" for x in INPUTS)), measured, expected, strict=True)
         if branch == WHOLE or BRANCH_OF.get(name[1:], branch) == branch
     ]
+
+
+def _behind_others(x: Tensor, batch: int) -> Tensor:
+    """A sequence as the last of a batch; the others have its tokens from the last to the first."""
+    return torch.cat((x.flip(1).expand(batch - 1, *x.shape[1:]), x)) if batch > 1 else x
 
 
 def _kernels(spec: NSASpec, backend: attention.Backend, cu_seqlens: Tensor | None = None) -> Callable[..., Tensor]:

@@ -14,19 +14,21 @@ def count_choices(inputs: list[Tensor], spec: NSASpec) -> dict[str, float]:
     Returns the mean number of blocks that a query chooses, that all queries of a tile choose together, and the share
     of tiles that walk such a union instead of lists of pairs.
     """
+    from tamis.attention.kernels.selected.union import tokens_of_tile  # here, because it imports Triton
+
     with torch.no_grad():
         ids = select_blocks(inputs[0], inputs[1], spec)
-    return count_blocks(ids, spec, heads_per_group=inputs[0].shape[2] // inputs[3].shape[2])
+    return count_blocks(ids, spec, tokens_of_tile(inputs[0], inputs[3], inputs[4], spec))
 
 
-def count_blocks(ids_BSGn: Tensor, spec: NSASpec, heads_per_group: int) -> dict[str, float]:
-    """The same, from the block ids; tiles are those of the kernel for Hopper at head dim 64."""
+def count_blocks(ids_BSGn: Tensor, spec: NSASpec, tile: int) -> dict[str, float]:
+    """The same, from the block ids, for tiles of `tile` tokens."""
     # Here, because they import Triton.
     from tamis.attention.kernels.selected.pairs import DENSE_UP_TO
-    from tamis.attention.kernels.selected.union import MOST_TOKENS, ROWS_IN_GLUON, WORTHWHILE
+    from tamis.attention.kernels.selected.union import WORTHWHILE
 
     batch, tokens, groups, slots = ids_BSGn.shape
-    blocks, tile = spec.selection_blocks(tokens), min(ROWS_IN_GLUON // heads_per_group, MOST_TOKENS)
+    blocks = spec.selection_blocks(tokens)
     tiles = -(-tokens // tile)
     missing = ids_BSGn.new_full((batch, tiles * tile - tokens, groups, slots), -1)
     of_tile = torch.cat((ids_BSGn, missing), dim=1).view(batch, tiles, tile, groups, slots)

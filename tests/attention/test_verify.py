@@ -9,7 +9,7 @@ import torch
 from tests.attention.devices import DEVICE  # isort: skip
 from tamis.attention import NSASpec, op, reference
 from tamis.attention.kernels import tape
-from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify, verify_packed
+from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify, verify_batch, verify_packed
 
 module = importlib.import_module("tamis.attention.verify")  # tamis.attention.verify is the function of this name
 SMALL = NSASpec(l=4, d=2, l_sel=4, n_sel=4, w=6)
@@ -52,6 +52,22 @@ def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(mo
     monkeypatch.setattr(op, "window_forward", lambda *arguments: right(*arguments[:7], None, arguments[8]))
     tape.forget()
     assert "packed out" in {check.name for check in verify_packed(*shape) if not check.passed}
+
+
+def test_a_kernel_that_is_wrong_in_large_calls_alone_is_caught(monkeypatch):
+    shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, 3, "triton", 27)
+    checks = verify_batch(*shape)
+    assert [check.name for check in checks[:2]] == ["batch of 3 out", "batch of 3 dq"] and len(checks) == 9
+    assert all(check.passed for check in checks)
+    right = op.window_forward
+
+    def takes_the_first_sequence(q, *arguments):
+        return right(q[:1].expand_as(q).contiguous() if q.shape[0] > 2 else q, *arguments)
+
+    monkeypatch.setattr(op, "window_forward", takes_the_first_sequence)
+    tape.forget()
+    assert "batch of 3 out" in {check.name for check in verify_batch(*shape) if not check.passed}
+    assert all(check.passed for check in verify(*shape[:6], "triton", 27))
 
 
 def test_a_wrong_kernel_is_caught_in_its_branch_and_in_the_whole(monkeypatch):

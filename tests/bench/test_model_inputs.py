@@ -76,7 +76,7 @@ def test_unions_are_counted_as_the_kernel_makes_them(worthwhile: float, monkeypa
     spec = NSASpec(l=8, d=4, l_sel=16, n_sel=5, w=24)
     ids = random_ids(spec, 2, 300, 2, torch.Generator().manual_seed(0))
     ids[:, 150:] = ids[:, 149:150]  # alike, so that their union is short
-    found = count_blocks(ids, spec, heads_per_group=6)
+    found = count_blocks(ids, spec, tile=21)
     every = union.unite_choices(ids.to(DEVICE), spec, 21, every_tile=True)
     short = union.unite_choices(ids.to(DEVICE), spec, 21, every_tile=False)
     assert short.rest is not None

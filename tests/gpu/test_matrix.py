@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tests.gpu.matrix import DIMS, DTYPES, HEADS_PER_GROUP, all_cases, judge, run_matrix
+from tests.gpu.matrix import DIMS, DTYPES, HEADS_PER_GROUP, all_cases, cases_of, judge, run_matrix
 
 
 def test_the_matrix_meets_every_dim_in_every_dtype_and_every_group_size() -> None:
@@ -15,6 +15,12 @@ def test_the_matrix_meets_every_dim_in_every_dtype_and_every_group_size() -> Non
     assert len(set(cases)) == len(cases)
     elements = [case.batch * case.tokens * case.groups * case.heads_per_group * case.dim for case in cases]
     assert sum(count > 2**31 for count in elements) >= 2
+
+
+def test_some_head_dims_can_run_alone() -> None:
+    assert {case.dim for case in cases_of((64, 128))} == {64, 128}
+    failed, _ = judge([], dims=(64,))
+    assert len(failed) == len(cases_of((64,))) and all("dim=64" in line for line in failed)
 
 
 def test_a_case_that_did_not_run_or_is_wrong_in_one_gradient_fails() -> None:

@@ -1,7 +1,8 @@
 """Triton: the gates. Forward, `out = Σ gate·branch`; backward, the gates' gradients and each `gate·<dout, branch>`.
 
-Forward, the last kernel of the selected branch does it where it has the registers: it holds one of the three branches.
-Backward, and elsewhere, kernels of their own read every tensor once, bound by memory. Rows are (batch, token, head).
+Forward, the last kernel does it where it has the registers: that of the selected branch, or of the window where that
+runs last. It holds one of the three branches. Backward, and elsewhere, kernels of their own read every tensor once,
+bound by memory. Rows are (batch, token, head).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,6 +25,9 @@ ELEMENTS = 4096  # per program, forward
 # Backward, a tile is a few heads of many tokens: what each row leaves behind, [H,S], is then written in runs of tokens.
 HEADS_OF_DELTA = 4
 ELEMENTS_OF_DELTA = 8192
+
+
+NOT_MIXED = (None,) * 4  # the arguments of a kernel that does not mix
 
 
 class Mixture(NamedTuple):
@@ -61,7 +65,7 @@ def mix(mixture: Mixture, sel: Tensor) -> None:
 def mixture_arguments(mixture: Mixture | None) -> tuple[Tensor | None, ...]:
     """The first arguments of `store_mixture`; None for a kernel that does not mix."""
     if mixture is None:
-        return None, None, None, None
+        return NOT_MIXED
     mixture.wait()
     return mixture[:4]
 

@@ -67,7 +67,7 @@ def specializes_warps(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
 
 
 def fills_the_gpu(q: Tensor) -> bool:
-    """Whether a call has so many tokens that nothing is gained by branches that run side by side."""
+    """Whether a call has so many tokens that single kernels keep all multiprocessors busy."""
     return q.shape[0] * q.shape[1] >= MANY_TOKENS
 
 

@@ -243,9 +243,6 @@ def select_from_lse(
     in_gluon = walks_heads(q, k_cmp, spec, start, packed)
     parts, run = runs_of(KEYS_IN_GLUON if in_gluon else tile.keys, spec)
     run_p2 = max(16, next_power_of_2(run))
-    copied = copies_tiles(H // G, k_cmp)
-    keys = described_keys(k_cmp, tile.keys, copied)
-    tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
     ids = empty((B, S, G, spec.n_sel), torch.int32, q.device)
     table = packed.token if packed else None
     for t_begin, t_end in _chunks(B, S, G, spec, latest, packed.longest if packed else None):
@@ -261,6 +258,9 @@ def select_from_lse(
                 spec.pieces_per_compressed, spec.pieces_per_selected, spec.l_sel, spec.n_sel, run,
             )  # fmt: skip
         elif blocks > spec.n_sel > FORCED_BLOCKS:
+            copied = copies_tiles(H // G, k_cmp)
+            keys = described_keys(k_cmp, tile.keys, copied)
+            tokens = tokens_held(H // G, tile.rows, padded(D) * q.element_size())
             programs = cdiv(t_end - t_begin, tokens) * B * G
             _score_kernel[(programs, max(1, min(runs, PROGRAMS_OF_SCORES // programs)))](
                 q, keys, lse, scores, best_of_run, table, *q.stride()[:3], *k_cmp.stride()[:3],

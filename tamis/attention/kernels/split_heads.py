@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.kernels.launch import cdiv, next_power_of_2
+from tamis.attention.rotary import empty_parts
 
 WARPS = 4
 ROWS = {torch.bfloat16: 64, torch.float16: 32, torch.float32: 32}  # per program; with 64, float16 spills registers
@@ -28,14 +29,6 @@ def split_heads_rows(
     parts = empty_parts(merged_BSCD, sizes, piece)
     _launch(_split_kernel, merged_BSCD.contiguous(), parts, cos, sin, sizes, rotated, piece)
     return parts
-
-
-def empty_parts(merged_BSCD: Tensor, sizes: Sequence[int], piece: int) -> list[Tensor]:
-    B, S, _, D = merged_BSCD.shape
-    shapes: list[tuple[int, ...]] = [(B, S, size, D) for size in sizes]
-    if piece:
-        shapes[1] = (2, B, S // piece, sizes[1] // 2, piece, D)
-    return [merged_BSCD.new_empty(shape) for shape in shapes]
 
 
 def join_heads_rows(

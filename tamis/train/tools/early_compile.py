@@ -138,6 +138,7 @@ def launch_kernels(config: Config) -> None:
     from tamis.attention.verify import length_like
     from tamis.data.loader import MEAN_TOKENS
     from tamis.model import DTYPES
+    from tamis.train.tools.selfcheck import large_batch
 
     model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
     launch_layers(config)
@@ -152,6 +153,8 @@ def launch_kernels(config: Config) -> None:
         launch_attention(*shape, train.batch_size * train.seq_len, documents=documents, longest=train.seq_len)
     else:
         launch_attention(*shape, train.seq_len, train.batch_size)
+        if batch := large_batch(config, proof):
+            launch_attention(*shape, proof, batch)
 
 
 def launch_layers(config: Config) -> None:
@@ -159,7 +162,8 @@ def launch_layers(config: Config) -> None:
     import torch
 
     from tamis.attention.kernels.split_heads import join_heads_rows, split_heads_rows
-    from tamis.attention.layer import ROTATED, heads_of_parts
+    from tamis.attention.layer import ROTATED, heads_of_parts, tokens_of_piece
+    from tamis.attention.spec import NSASpec
     from tamis.model import DTYPES
     from tamis.model.loss import LOGITS_AT_ONCE, cross_entropy_rows_
     from tamis.model.norm import add_and_norm_rows, add_and_norm_rows_backward
@@ -181,7 +185,7 @@ def launch_layers(config: Config) -> None:
         sizes = heads_of_parts(model.n_heads, model.n_kv_groups, model.d_k)
         angles = torch.empty(tokens, model.d_k // 2)
         heads = like.new_empty(batch, tokens, sum(sizes), model.d_k)
-        piece = 0 if config.data.packing == "documents" or tokens % config.nsa.d else config.nsa.d
+        piece = 0 if config.data.packing == "documents" else tokens_of_piece(tokens, NSASpec.of(config.nsa))
         how = angles, angles, sizes, ROTATED, piece
         join_heads_rows(split_heads_rows(heads, *how), *how)
         rows = min(batch * tokens, max(1, LOGITS_AT_ONCE["cuda"] // config.vocab_size))

@@ -12,7 +12,7 @@ import torch
 
 from tamis.attention import NSASpec
 from tamis.attention.functional import describe, why_no_kernels
-from tamis.attention.verify import length_like, odd_length, verify, verify_packed
+from tamis.attention.verify import length_like, odd_length, verify, verify_batch, verify_packed
 from tamis.config import Config
 from tamis.config.size import random_token_floor
 from tamis.model import DTYPES, Decoder
@@ -57,7 +57,17 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     checks = verify(*shape, tokens=tokens)
     if config.data.packing == "documents":
         checks += verify_packed(*shape, tokens=tokens)
+    elif batch := large_batch(config, tokens):
+        checks += verify_batch(*shape, batch, tokens=tokens)
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
+
+
+def large_batch(config: Config, tokens: int) -> int:
+    """Sequences of `tokens` that make a large call of attention, if the config trains with such calls; else 0."""
+    from tamis.attention.kernels.launch import MANY_TOKENS  # here, because it imports Triton
+
+    is_large = config.train.batch_size * config.train.seq_len >= MANY_TOKENS
+    return -(-MANY_TOKENS // tokens) if is_large else 0
 
 
 def require_right_attention(config: Config, device: torch.device) -> None:

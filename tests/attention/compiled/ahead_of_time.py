@@ -67,7 +67,15 @@ def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens
     launch_attention(dtype, 2 * heads_per_group, 2, dim, NSASpec(), tokens)
 
 
-def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048) -> None:
+def launch_large_calls(heads_per_group: int, dim: int) -> None:
+    """So many tokens that the window is last, and that head dim 64 takes the boxes of head dim 128."""
+    launch_attention(torch.bfloat16, 2 * heads_per_group, 2, dim, NSASpec(), tokens=2048, batch=16)
+    launch_packed_bands(torch.bfloat16, heads_per_group, dim, forward_alone=True)
+
+
+def launch_packed_bands(
+    dtype: torch.dtype, heads_per_group: int, dim: int, tokens: int = 2048, forward_alone: bool = False
+) -> None:
     """Forward, dk and dv of the dense branches on a packed row."""
     spec, groups, documents = NSASpec(), 2, 3
     heads = groups * heads_per_group
@@ -78,7 +86,8 @@ def launch_packed_bands(dtype: torch.dtype, heads_per_group: int, dim: int, toke
         for band_of, keys in ((window_band, tokens), (compressed_band, spec.compressed_blocks(tokens))):
             band = band_of(*(torch.empty(1, keys, groups, dim, dtype=dtype) for _ in range(2)), spec, tables)
             out, lse = banded_forward(q, band)
-            key_gradients(q, band, Rows(lse, lse, lse), out)
+            if not forward_alone:
+                key_gradients(q, band, Rows(lse, lse, lse), out)
 
 
 def launch_without_gluon(dtype: torch.dtype, heads_per_group: int, dim: int) -> None:
@@ -155,6 +164,12 @@ def main() -> None:
     already = set(compiled)
     launch_usual_steps(arch)
     report["decode"] = {name: compiled[name] for name in compiled if name not in already}
+    if arch >= 90:
+        already = set(compiled)
+        launch_large_calls(6, 64)
+        launch_large_calls(16, 128)
+        launch_without_gluon(torch.bfloat16, 16, 128)
+        report["large"] = {name: compiled[name] for name in compiled if name not in already}
     print(json.dumps(report))
 
 

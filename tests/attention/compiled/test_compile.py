@@ -14,6 +14,7 @@ OTHERS = ("_top_kernel", "_mix_kernel", "_delta_kernel")
 DECODE = ("_scan_kernel", "_finish_kernel")
 COPIED = "_dkv_copied_kernel"  # on Hopper alone
 BY_HEAD = ("forward_by_head", "key_gradients_by_head")  # the same, at head dim 64 with the Triton they are proved with
+BOXES, SCORES = "attend_in_boxes", "score_by_head"  # on Hopper with the Triton they are proved with
 # dtype:heads per group:head dim. Head dim 256 is tightest on the smaller shared memory.
 SHAPES = {
     80: ["bfloat16:6:64", "bfloat16:16:128", "bfloat16:2:256"],
@@ -86,7 +87,8 @@ def may_spill(name: str) -> int:
 
 @pytest.mark.parametrize("arch", SHAPES)
 def test_the_selected_branch_does_not_spill(arch: int, compiled: Compiled) -> None:
-    shapes = [compiled(arch)[shape] for shape in ("bfloat16:6:64", "bfloat16:16:128")]
+    groups = ("bfloat16:6:64", "bfloat16:16:128", "large")
+    shapes = [kernels for group, kernels in compiled(arch).items() if group in groups]
     selected = {name: k for kernels in shapes for name, k in kernels.items() if name.startswith(SELECTED)}
     assert {name: k["stack"] for name, k in selected.items() if k["stack"] > may_spill(name)} == {}
     multiplying = {name: k for name, k in selected.items() if name.startswith(MULTIPLYING)}
@@ -97,6 +99,22 @@ def test_the_selected_branch_does_not_spill(arch: int, compiled: Compiled) -> No
     assert {name.split()[0] for name in multiplying} == there
     if arch == 90:
         assert all(k["wgmma"] and not k["mma"] for k in multiplying.values()), "not on Hopper's own matrix instructions"
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(GLUON_PROVED_WITH), reason="these are Triton's kernels there")
+def test_boxes_and_scores_on_hopper_spill_no_more_than_was_measured(compiled: Compiled) -> None:
+    shapes = compiled(90).values()
+    kernels = {name: k for shape in shapes for name, k in shape.items() if name.startswith((BOXES, SCORES))}
+    boxes = {name: k["stack"] for name, k in kernels.items() if name.startswith(BOXES)}
+    for form in ("'R': 6, 'D': 64", "'R': 16, 'D': 128"):
+        assert len([name for name in boxes if form in name]) >= 3, "of two branches and unions"
+    assert all(k["wgmma"] and not k["mma"] and k["shared"] <= SHARED_MEMORY[90] for k in kernels.values())
+    assert {name: n for name, n in boxes.items() if "'D': 64" in name and n > 0} == {}
+    unions = {name: n for name, n in boxes.items() if "'STRIDE': 1, 'W': 0" in name}
+    assert max(unions.values()) <= 32
+    assert max(n for name, n in boxes.items() if name not in unions) <= 8
+    scores = [k["stack"] for name, k in kernels.items() if name.startswith(SCORES)]
+    assert scores and max(scores) <= 24
 
 
 @pytest.mark.parametrize("arch", SHAPES)

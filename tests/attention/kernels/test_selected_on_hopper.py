@@ -63,7 +63,7 @@ def assert_agrees(forward: Any, case: Case, **options: Any) -> None:
 SHAPES = {
     "odd length, two sequences": {"batch": 2, "tokens": 201, "heads": 6},
     "two groups of 3": {"tokens": 193, "groups": 2, "heads": 3},
-    "one token": {"batch": 2, "tokens": 1, "heads": 2},
+    "one token": {"batch": 2, "tokens": 1, "heads": 3},
     "a group of 16": {"tokens": 130, "heads": 16},
 }
 
@@ -75,8 +75,7 @@ def test_they_compute_what_tritons_kernels_do(on_cpu: None, shape: str, form: st
     forward, dim = FORMS[form]
     case = Case(SPEC, dim=dim, dtype=torch.float16, **SHAPES[shape])  # type: ignore[arg-type]
     assert_agrees(forward, case)
-    few_tokens = shape != "one token"  # of a box: of two heads per group, three boxes would have too many
-    assert bool(union.tokens_of_boxes(case.q, case.k, case.v, SPEC)) == (dim == 128 and few_tokens)
+    assert bool(union.tokens_of_boxes(case.q, case.k, case.v, SPEC)) == (dim == 128)
 
 
 @ON_CPU
@@ -103,7 +102,8 @@ def test_what_unions_give_and_leave_is_joined(on_cpu: None, monkeypatch: pytest.
     monkeypatch.setattr(union, "WORTHWHILE", 1.2)
     monkeypatch.setattr(pairs, "DENSE_UP_TO", 0)
     case = Case(NSASpec(n_sel=4), tokens=460, heads=6, dim=dim, dtype=torch.float16)
-    unions = union.unite_choices(case.ids, case.spec, 128 // 6, every_tile=False)
+    tile = union.tokens_of_tile(case.q, case.k, case.v, case.spec)
+    unions = union.unite_choices(case.ids, case.spec, tile, every_tile=False)
     assert unions.rest is not None
     left = (unions.rest[0, :, 0] >= 0).any(-1)  # of each token
     assert left.any() and not left.all()

@@ -19,7 +19,7 @@ from tests.attention.devices import DEVICE, random_inputs
 
 # After devices, which sets up the interpreter.
 from tamis.attention import NSASpec, nsa_attention, op, select_blocks  # isort: skip
-from tamis.attention.kernels import gates, selection, tape, tuned  # isort: skip
+from tamis.attention.kernels import best_blocks, gates, selection, tape, tuned  # isort: skip
 from tamis.attention.kernels.banded import keys, keys_on_hopper, queries, queries_on_hopper, statistics  # isort: skip
 from tamis.attention.kernels.hopper import boxes, scores  # isort: skip
 from tamis.attention.kernels.hopper.descriptors import LINE, TensorDescriptor  # isort: skip
@@ -214,7 +214,7 @@ def test_every_kernel_of_a_call_is_launched_where_a_tape_notices_it() -> None:
         (keys, keys_on_hopper, queries, queries_on_hopper, statistics, boxes, scores),
         (backward, lists, pairs, pairs_on_hopper, union, union_on_hopper),
     )
-    for module in (op, gates, selection, *dense, *selected):
+    for module in (op, gates, selection, best_blocks, *dense, *selected):
         source = inspect.getsource(module)
         launched = {name for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", source) if hasattr(module, name)}
         assert all(isinstance(getattr(module, name), PreparedKernel) for name in launched), module

@@ -62,6 +62,16 @@ def test_training_checks_the_trained_length_and_verify_an_odd_one_too(monkeypatc
     assert proved == [96, 96, (3 + 5) * 16 + 5]
 
 
+def test_large_calls_are_checked_where_training_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: [])
+    monkeypatch.setattr(selfcheck, "verify_batch", lambda *shape, tokens: batches.append(shape[-1] * tokens) or [])
+    for sequences, found in (("341", []), ("342", [342 * 96])):  # of 96 tokens: just below 32,768, and above
+        selfcheck.require_right_attention(tiny(f"train.batch_size={sequences}"), torch.device("cuda"))
+        assert batches == found
+
+
 def test_kernels_of_packed_documents_are_checked_where_training_packs_and_none_where_no_layer_uses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

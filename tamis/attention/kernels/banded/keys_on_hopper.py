@@ -1,4 +1,4 @@
-"""Gluon: dk and dv of the compressed and the window branch on Hopper, where `specializes_warps` holds.
+"""Gluon: dk and dv of the compressed and the window branch on Hopper, where `copies_rows_of_heads` holds.
 
 One warp of a program does nothing but copy tiles into shared memory, by the tensor memory accelerator. Four others
 multiply. Every slot of a ring of tiles has two barriers: one is passed when the slot is full, the other when it is

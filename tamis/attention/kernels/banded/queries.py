@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tamis.attention.kernels.gates import NOT_MIXED
 from tamis.attention.kernels.launch import (
     LOG2E,
     PreparedKernel,
@@ -49,8 +50,6 @@ from tamis.attention.kernels.launch import (
 )  # fmt: skip
 from tamis.attention.kernels.tape import empty
 from tamis.attention.spec import Start
-
-NOT_MIXED = (None,) * 4  # the mixture of a kernel that does not mix
 
 
 class Band(NamedTuple):
@@ -301,6 +300,7 @@ def banded_forward(
         limits = band.documents, band.length, band.stride, band.window
         attend_run(q, band.k, band.v, out, lse, band.scale * LOG2E, *limits, mixture)
         return out, lse
+    assert mixture is NOT_MIXED, "only the kernel above mixes"
     if copies_heads(q, band.k, band.v, start):
         from tamis.attention.kernels.banded.queries_on_hopper import forward_on_hopper
 

@@ -1,4 +1,4 @@
-"""Gluon: forward of the compressed and the window branch on Hopper at head dim 64, where `specializes_warps` holds.
+"""Gluon: forward of the compressed and the window branch on Hopper at head dim 64, where `copies_heads` holds.
 
 One warp of a program does nothing but copy tiles into shared memory, by the tensor memory accelerator. The others
 multiply, four warps for each tile of 64 rows. Every slot of a ring of tiles has two barriers: one is passed when the

@@ -1,1 +1,1 @@
-"""What the kernels in Gluon for Hopper share."""
+"""Gluon: kernels for Hopper that several branches use, and what those of single branches share."""

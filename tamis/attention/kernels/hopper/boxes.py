@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tamis.attention.kernels.gates import NOT_MIXED
 from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_boxes
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
@@ -308,14 +309,15 @@ def _mix(mixture, tile, b, t0, head, S, H, HEADS: gl.constexpr, D: gl.constexpr)
         live = t0 + row // HEADS < S
         row = (b.to(gl.int64) * S + t0 + row // HEADS) * H + head + row % HEADS
         at = row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, WRITE))[None, :]
-        acc = _gate_of(gates, row, live) * gl.load(cmp + at, mask=live[:, None], other=0.0).to(gl.float32)
-        acc += _gate_of(gates + 1, row, live) * gl.load(sel + at, mask=live[:, None], other=0.0).to(gl.float32)
-        acc += _gate_of(gates + 2, row, live) * tile.load(WRITE).to(gl.float32)
+        acc = gate_of(gates, row, live) * gl.load(cmp + at, mask=live[:, None], other=0.0).to(gl.float32)
+        acc += gate_of(gates + 1, row, live) * gl.load(sel + at, mask=live[:, None], other=0.0).to(gl.float32)
+        acc += gate_of(gates + 2, row, live) * tile.load(WRITE).to(gl.float32)
         gl.store(mixed + at, acc.to(tile.dtype), mask=live[:, None])
 
 
 @gluon.jit
-def _gate_of(gates, row, live):
+def gate_of(gates, row, live):
+    """The gate of one branch for every row."""
     return gl.load(gates + row * 3, mask=live, other=0.0).to(gl.float32)[:, None]
 
 
@@ -366,7 +368,7 @@ def attend_list(
     counts: Tensor,
 ) -> None:  # fmt: skip
     """Write output and log-sum-exp over lists of blocks as `Unions` has them."""
-    _launch(q, k, v, out, lse, scale, (None, blocks, tokens, counts), (None,) * 4, blocks.shape[3], 1, 1, 0)
+    _launch(q, k, v, out, lse, scale, (None, blocks, tokens, counts), NOT_MIXED, blocks.shape[3], 1, 1, 0)
 
 
 def _launch(

@@ -25,14 +25,13 @@ from tamis.attention.kernels.hopper.barriers import barriers_of_ring
 from tamis.attention.kernels.hopper.descriptors import described_boxes
 from tamis.attention.kernels.launch import PreparedKernel, cdiv
 
-GROUPS = 4  # of warps, each with its run
 STAGES = 4
 PROGRAMS_WANTED = 1024  # where tokens make fewer, programs share their runs
 
 
 @gluon.jit
 def _runs_of_tile(tile, t_begin, t_end, L_SEL: gl.constexpr, N_SEL: gl.constexpr, RUN: gl.constexpr):
-    """How many runs the last of 64 tokens takes blocks from by score, of what is not chosen anyway."""
+    """How many runs the last of 64 tokens chooses from by score; early tokens take every block there is."""
     newest = (gl.minimum(t_begin + tile * 64 + 64, t_end) - 1) // L_SEL
     return gl.where(newest < N_SEL, 0, (newest - 1 + RUN - 1) // RUN)
 
@@ -173,7 +172,7 @@ def write_scores(
     B, S, H, D = q.shape
     G, runs = k.shape[2], scores.shape[3]
     programs = cdiv(t_end - t_begin, 64) * B * G
-    score_by_head[(programs, max(1, min(cdiv(runs, GROUPS), PROGRAMS_WANTED // programs)))](
+    score_by_head[(programs, max(1, min(cdiv(runs, 4), PROGRAMS_WANTED // programs)))](
         lse, scores, best_of_run, described_boxes(q, 64, 1), described_boxes(k, 64, 1), B, S, G, runs, t_begin, t_end,
         scale, PIECES=pieces, PIECES_SEL=pieces_selected, L_SEL=block, N_SEL=slots, R=H // G, D=D, STAGES=STAGES,
         RUN=run, num_warps=4, maxnreg=96,

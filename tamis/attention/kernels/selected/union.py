@@ -83,10 +83,10 @@ def union_forward(
     # A copy also takes what lies behind the last key, so there must be nothing: a cache may be longer than its keys.
     copied = k_BTGD.shape[1] == tokens and copies_tiles(heads_per_group, k_BTGD, v_BTGD)
     settings = launch_settings("union_copied" if copied else "union", q_BSHD, heads_per_group)
-    in_boxes = tokens_of_boxes(q_BSHD, k_BTGD, v_BTGD, spec, start)
-    in_gluon = not in_boxes and copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    of_boxes = tokens_of_boxes(q_BSHD, k_BTGD, v_BTGD, spec, start)
+    in_gluon = not of_boxes and copies_blocks(q_BSHD, k_BTGD, v_BTGD, spec, start)
     settings["ROWS"] = min(ROWS_IN_GLUON if in_gluon else settings["ROWS"], MOST_TOKENS * heads_per_group)
-    tile = in_boxes or settings["ROWS"] // heads_per_group
+    tile = of_boxes or settings["ROWS"] // heads_per_group
     unions = unite_choices(ids_BSGn, spec, tile, every_tile, start, packed)
     out = empty((batch, tokens, heads, dim), q_BSHD.dtype, q_BSHD.device)
     lse = empty((batch, heads, tokens), torch.float32, q_BSHD.device)
@@ -97,7 +97,7 @@ def union_forward(
 
         attend_on_hopper(q_BSHD, k_BTGD, v_BTGD, unions, out, lse, mixture_arguments(mixture), scale)
         return out, lse, unions
-    if in_boxes:
+    if of_boxes:
         from tamis.attention.kernels.hopper.boxes import attend_list
 
         attend_list(q_BSHD, k_BTGD, v_BTGD, out, lse, scale, unions.blocks, unions.tokens, unions.counts)
@@ -111,7 +111,7 @@ def union_forward(
             **settings,
         )  # fmt: skip
     if mixture is not None:
-        mix(mixture, out)  # these kernels have no registers to spare
+        mix(mixture, out)  # Triton's kernel lacks the registers, and of boxes only the window mixes
     return out, lse, unions
 
 
@@ -131,6 +131,12 @@ def tokens_of_boxes(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpe
 
     tokens = Boxes.of(q_BSHD.shape[2] // k_BTGD.shape[2]).tokens
     return tokens if tokens <= MOST_TOKENS else 0
+
+
+def tokens_of_tile(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, spec: NSASpec) -> int:
+    """Tokens of a tile on Hopper; where neither kernel in Gluon is taken, those of the one for head dim 64."""
+    usual = min(ROWS_IN_GLUON // (q_BSHD.shape[2] // k_BTGD.shape[2]), MOST_TOKENS)
+    return tokens_of_boxes(q_BSHD, k_BTGD, v_BTGD, spec) or usual
 
 
 def _walks_whole_blocks(q_BSHD: Tensor, k_BTGD: Tensor, spec: NSASpec, start: Start) -> bool:

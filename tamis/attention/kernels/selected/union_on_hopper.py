@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tamis.attention.kernels.hopper.barriers import barriers_of_ring
+from tamis.attention.kernels.hopper.boxes import gate_of
 from tamis.attention.kernels.hopper.descriptors import described_heads
 from tamis.attention.kernels.hopper.softmax import add_to_sums, layout_of_sums, max_of_rows, total_of_sums
 from tamis.attention.kernels.launch import PreparedKernel
@@ -122,15 +123,10 @@ def _store_output(
     gl.store(out + at, sel, mask=live[:, None])
     mixed, gates, cmp, win = mixture
     if mixed is not None:
-        acc = _gate_of(gates, row, live) * gl.load(cmp + at, mask=live[:, None], other=0.0).to(gl.float32)
-        acc += _gate_of(gates + 1, row, live) * sel.to(gl.float32)
-        acc += _gate_of(gates + 2, row, live) * gl.load(win + at, mask=live[:, None], other=0.0).to(gl.float32)
+        acc = gate_of(gates, row, live) * gl.load(cmp + at, mask=live[:, None], other=0.0).to(gl.float32)
+        acc += gate_of(gates + 1, row, live) * sel.to(gl.float32)
+        acc += gate_of(gates + 2, row, live) * gl.load(win + at, mask=live[:, None], other=0.0).to(gl.float32)
         gl.store(mixed + at, acc.to(out.dtype.element_ty), mask=live[:, None])
-
-
-@gluon.jit
-def _gate_of(gates, row, live):
-    return gl.load(gates + row * 3, mask=live, other=0.0).to(gl.float32)[:, None]
 
 
 @PreparedKernel
