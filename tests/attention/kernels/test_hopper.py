@@ -46,6 +46,13 @@ def band_of(branch: str, k: Tensor, v: Tensor, tables: PackedTables | None) -> q
     return (op.window_band if branch == "window" else op.compressed_band)(k, v, SPEC, tables)
 
 
+def tables_of(documents: tuple[int, ...], tokens: int) -> PackedTables | None:
+    if not documents:
+        return None
+    row = PackedRow.of(torch.tensor([0, *documents]).cumsum(0, dtype=torch.int32), tokens, SPEC)
+    return PackedTables.of(row.flat, len(documents), tokens, max(documents), SPEC)
+
+
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape).half()
 
@@ -75,10 +82,7 @@ def test_they_compute_what_tritons_kernels_do(
     N = S if branch == "window" else SPEC.compressed_blocks(S)
     if N == 0:
         return
-    tables = None
-    if documents:
-        row = PackedRow.of(torch.tensor([0, *documents]).cumsum(0, dtype=torch.int32), S, SPEC)
-        tables = PackedTables.of(row.flat, len(documents), S, max(documents), SPEC)
+    tables = tables_of(documents, S)
     q, dout, k, v = (normal(B, n, heads, dim) for n, heads in ((S, G * R), (S, G * R), (N, G), (N, G)))
     band, exact = band_of(branch, k, v, tables), band_of(branch, k.float(), v.float(), tables)
     out, lse = queries.banded_forward(q.float(), exact)
@@ -131,13 +135,18 @@ def test_boxes_of_head_dim_64(on_cpu: None, monkeypatch: pytest.MonkeyPatch, bra
 
 
 @ON_CPU
-@pytest.mark.parametrize("heads_per_group", [3, 16])
-def test_the_window_is_mixed_with_the_other_branches(on_cpu: None, heads_per_group: int) -> None:
+@pytest.mark.parametrize(("heads_per_group", "documents"), [(3, ()), (16, ()), (6, (1, 40, 36))])
+def test_the_window_is_mixed_with_the_other_branches(
+    on_cpu: None, heads_per_group: int, documents: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
-    q, k, v = (normal(2, 77, n, 128) for n in (2 * heads_per_group, 2, 2))
+    tables = tables_of(documents, 77)
+    q, k, v = (normal(1 if documents else 2, 77, n, 128) for n in (2 * heads_per_group, 2, 2))
     cmp, sel, gates = torch.randn_like(q), torch.randn_like(q), torch.rand(*q.shape[:3], 3).half()
     mixed = torch.full_like(q, torch.nan)
-    win, _ = queries.banded_forward(q, op.window_band(k, v, SPEC), mixture=(mixed, gates, cmp, sel))
+    win, _ = queries.banded_forward(q, op.window_band(k, v, SPEC, tables), mixture=(mixed, gates, cmp, sel))
+    unmixed, _ = queries.banded_forward(q, op.window_band(k, v, SPEC, tables))
+    assert torch.equal(win, unmixed)
     branches = torch.stack((cmp, sel, win), dim=-1).float()
     torch.testing.assert_close(mixed, (gates.float()[..., None, :] * branches).sum(dim=-1).half())
 
