@@ -219,3 +219,8 @@ def kernels_on_cpu(module: ModuleType, *launched: str) -> dict[str, Any]:
         if isinstance(function, GluonJITFunction):
             replaced[name] = FunctionType(function.fn.__code__, replaced, name)
     return {name: CpuKernel(replaced[name]) for name in launched}
+
+
+def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
+    """In place of `specializes_warps`: float16 takes the kernels, and float32 Triton's."""
+    return tensors[0].dtype == torch.float16 and tensors[0].shape[-1] in dims

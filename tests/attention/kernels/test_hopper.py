@@ -14,7 +14,7 @@ from tamis.attention.kernels import gates, launch, selection, tuned  # isort: sk
 from tamis.attention.kernels.banded import keys, keys_on_hopper, queries, queries_on_hopper  # isort: skip
 from tamis.attention.kernels.hopper import boxes, scores  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
-from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
+from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu, takes_half  # isort: skip
 
 SPEC = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=130)
 ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="tests.gpu.matrix has these shapes on a GPU")
@@ -36,10 +36,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (queries, selection):
         monkeypatch.setattr(module, "specializes_warps", takes_half)
     monkeypatch.setattr(queries, "takes_boxes", lambda *tensors: takes_half(*tensors, dims=(128,)))
-
-
-def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
-    return tensors[0].dtype == torch.float16 and tensors[0].shape[-1] in dims
 
 
 def band_of(branch: str, k: Tensor, v: Tensor, tables: PackedTables | None) -> queries.Band:

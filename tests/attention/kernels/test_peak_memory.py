@@ -1,5 +1,7 @@
 """Peak memory of forward and backward, counted without a GPU: every allocation is made, the kernels are not run."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -8,6 +10,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from tamis.attention import NSASpec, nsa_attention
 from tamis.attention import functional as backend
 from tamis.attention.kernels import tape
+from tamis.attention.kernels.banded import queries
+from tamis.attention.kernels.hopper import boxes
+from tamis.attention.kernels.selected import union
 from tamis.attention.packing import PackedRow
 
 LIMIT_GIB = 1.2
@@ -62,3 +67,21 @@ def test_m7c_needs_less_than_the_limit_above_its_inputs(
     for how in ("ordinary", "recorded", "repeated"):
         assert 0.5 < peak_gib(length, is_packed) < LIMIT_GIB, how
     assert [type(known) for known in tape._tapes.values()] == [tape.Tape] * 2
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_so_does_a_large_call_in_boxes_whose_window_is_last(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of launches on Hopper, with kernels that do nothing."""
+    order = []
+
+    class Nothing:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, W, **constants: order.append(W)
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+    monkeypatch.setattr(boxes, "attend_in_boxes", Nothing())
+    for module in (queries, union):
+        monkeypatch.setattr(module, "takes_boxes", lambda *tensors: True)
+    monkeypatch.setattr(backend, "why_no_kernels", lambda *args: None)
+    assert 0.5 < peak_gib(length) < LIMIT_GIB
+    assert order == [0, 0, NSASpec().w], "the compressed branch, unions, the window"

@@ -17,7 +17,7 @@ from tamis.attention.kernels.hopper import boxes  # isort: skip
 from tamis.attention.kernels.selected import layout, pairs, pairs_on_hopper, union, union_on_hopper  # isort: skip
 from tamis.attention.packing import PackedRow, PackedTables  # isort: skip
 from tamis.attention.spec import NSASpec  # isort: skip
-from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu  # isort: skip
+from tests.attention.kernels.gluon_on_cpu import kernels_on_cpu, takes_half  # isort: skip
 from tests.attention.kernels.test_selected import Case  # isort: skip
 
 __all__ = ["poisoned_memory"]
@@ -47,10 +47,6 @@ def on_cpu(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(union, "specializes_warps", takes_half)
     monkeypatch.setattr(union, "takes_boxes", lambda *tensors: takes_half(*tensors, dims=(128,)))
     monkeypatch.setattr(pairs, "reads_rows", lambda q, *rest: takes_half(q))
-
-
-def takes_half(*tensors: Tensor, dims: tuple[int, ...] = (64,)) -> bool:
-    return tensors[0].dtype == torch.float16 and tensors[0].shape[-1] in dims
 
 
 def assert_agrees(forward: Any, case: Case, **options: Any) -> None:

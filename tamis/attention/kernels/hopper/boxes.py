@@ -189,7 +189,7 @@ def _tokens_of_block(walk, index, tile):
 @gluon.jit
 def _weigh(
     s, walk, index, begin, tile, bits, limits, m, sums, scale,
-    HEADS: gl.constexpr, SKIPPED: gl.constexpr, ACC: gl.constexpr,
+    HEADS: gl.constexpr, OFFSET: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Running softmax: weights of 64 keys, the new maximum, what all sums before shrink by, and the sums."""
     _table, blocks, _tokens, _counts, _capacity = walk
@@ -200,7 +200,7 @@ def _weigh(
             key = _first_key(walk, index, begin, tile) + gl.arange(0, 64, layout=gl.SliceLayout(0, ACC))
             s = gl.where((key < S)[None, :] & (key[None, :] <= (t0 + in_box)[:, None]), s, float("-inf"))
         top = max_of_rows(s, gl.SliceLayout(1, ACC)) * scale
-        chosen = (((bits >> (SKIPPED + in_box).to(gl.int64)) & 1) == 1) & (top > float("-inf"))
+        chosen = (((bits >> (OFFSET + in_box).to(gl.int64)) & 1) == 1) & (top > float("-inf"))
         m_new = gl.where(chosen, gl.maximum(m, top), m)
         p = gl.exp2(s * scale - gl.where(chosen, m_new, float("inf"))[:, None])  # 0 in rows that chose another block
         shrink = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
@@ -228,7 +228,7 @@ def _attend(
     SUM: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUM, k_width=2)
     TOKENS: gl.constexpr = 64 // HEADS if SIDE_BY_SIDE else 3 * (64 // HEADS)
-    SKIPPED: gl.constexpr = 0 if SIDE_BY_SIDE else BOX * (64 // HEADS)
+    OFFSET: gl.constexpr = 0 if SIDE_BY_SIDE else BOX * (64 // HEADS)  # of the box's tokens from the tile's
     held, ring, full, empty, held_full, held_empty, turns = shared
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     zero = gl.zeros([64, 64], gl.float32, ACC)
@@ -238,7 +238,7 @@ def _attend(
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         b, _g, index, t0, head = _place(work, S, G, R, HEADS, SIDE_BY_SIDE)
         begin, tiles = _tiles_of_keys(walk, index, t0, S, L, STRIDE, W, TOKENS)
-        t0 += SKIPPED
+        t0 += OFFSET
         head += BOX * HEADS if SIDE_BY_SIDE else 0
         limits = _limits(walk, index, t0, S, L, STRIDE, W, HEADS, gl.SliceLayout(1, ACC))
         bits = _tokens_of_block(walk, index, 0)
@@ -258,7 +258,7 @@ def _attend(
             mbarrier.arrive(empty.index(slot))
             walked += 1
             p, m, shrink, sums = _weigh(
-                s, walk, index, begin, 0, bits, limits, m, sums, scale, HEADS, SKIPPED, ACC
+                s, walk, index, begin, 0, bits, limits, m, sums, scale, HEADS, OFFSET, ACC
             )  # fmt: skip
             weights = gl.convert_layout(p.to(q_tile.dtype), LEFT)
             for tile in range(1, tiles):
@@ -275,7 +275,7 @@ def _attend(
                 walked += 1
                 turn += 1
                 p, m, shrink, sums = _weigh(
-                    s, walk, index, begin, tile, bits, limits, m, sums, scale, HEADS, SKIPPED, ACC
+                    s, walk, index, begin, tile, bits, limits, m, sums, scale, HEADS, OFFSET, ACC
                 )  # fmt: skip
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUM))[:, None]
                 weights = gl.convert_layout(p.to(q_tile.dtype), LEFT)
