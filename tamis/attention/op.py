@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from tamis.attention.kernels.banded.keys import key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows, banded_forward, copies_boxes
 from tamis.attention.kernels.gates import NOT_MIXED, Mixture, gate_gradients, planes_shape, weights_and_delta
 from tamis.attention.kernels.launch import SideStream, fills_the_gpu, softmax_scale, unit_last_stride
-from tamis.attention.kernels.selected.backward import selected_backward
+from tamis.attention.kernels.selected.backward import selected_backward, takes_prefix
 from tamis.attention.kernels.selected.pairs import selected_forward
 from tamis.attention.kernels.selection import select_from_lse
 from tamis.attention.kernels.tape import PLAIN, empty, repeat
@@ -163,26 +164,32 @@ def run_backward(
     documents: int = 0,
     max_seqlen: int = 0,
     scale: float | None = None,
+    given_ids: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q and of the three branches' keys and values; `planes` are those of `nsa_gate_gradients`."""
+    """Gradients of q and of the three branches' keys and values; `planes` are those of `nsa_gate_gradients`.
+
+    `given_ids`: the forward pass was given its block ids, and early tokens may have chosen fewer blocks than there are.
+    """
     tensors = (
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), unit_last_stride(dout), lse_cmp, lse_sel,
         lse_win, ids, planes, packed,
     )  # fmt: skip
-    numbers = (*spec, documents, max_seqlen, scale)
+    numbers = (*spec, documents, max_seqlen, scale, given_ids)
     return with_fallback(lambda: repeat(_backward, tensors, numbers))  # type: ignore[no-any-return]
 
 
 def _backward(
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, dout, lse_cmp, lse_sel, lse_win, ids, planes, packed, *numbers,
 ):  # fmt: skip
-    *spec, documents, max_seqlen, scale = numbers
+    *spec, documents, max_seqlen, scale, given_ids = numbers
     geometry = _spec_of(*spec)
     tables = _tables(packed, documents, max_seqlen, q, geometry)
     weights, delta = weights_and_delta(planes, *q.shape[:3])
     window = window_band(k_win, v_win, geometry, tables, scale), Rows(lse_win, weights[WINDOW], delta[WINDOW])
     statistics = Rows(lse_cmp, weights[COMPRESSED], delta[COMPRESSED])
     compressed = compressed_band(k_cmp, v_cmp, geometry, tables, scale), statistics
+    statistics = Rows(lse_sel, weights[SELECTED], delta[SELECTED])
+    prefix = None if given_ids else prefix_of(q, k_sel, v_sel, dout, statistics, geometry, tables, scale)
     dq = empty(q.shape, q.dtype, q.device)
     side = SideStream(q)
     # Before the many short launches of the selected branch, whose host time they hide.
@@ -191,7 +198,7 @@ def _backward(
     with side:
         dk_sel, dv_sel = selected_backward(
             q, k_sel, v_sel, ids, lse_sel, dout, gates[..., SELECTED], delta[SELECTED], dq, geometry, trusted=True,
-            packed=tables, scale=scale, dense=(window, compressed),
+            packed=tables, scale=scale, dense=(window, compressed), prefix=prefix,
         )  # fmt: skip
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
@@ -219,8 +226,8 @@ def gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.spec, packed, documents, max_seqlen, scale, _ = inputs
-    ctx.numbers = documents, max_seqlen, scale
+    *tensors, ctx.spec, packed, documents, max_seqlen, scale, block_ids = inputs
+    ctx.numbers = documents, max_seqlen, scale, block_ids is not None
     ctx.set_materialize_grads(False)  # else the unused outputs get gradients of zeros, 0.3 GiB at 64k tokens
     ctx.save_for_backward(packed, *tensors, *output[1:])
 
@@ -331,6 +338,23 @@ def window_band(
 ) -> Band:
     tables = (packed.token, packed.token) if packed else (None, None)
     return Band(unit_last_stride(k), unit_last_stride(v), 1, 1, spec.w, softmax_scale(k, scale), *tables)
+
+
+def prefix_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    rows: Rows,
+    spec: NSASpec,
+    packed: PackedTables | None = None,
+    scale: float | None = None,
+) -> tuple[Band, Rows] | None:
+    """The selected branch as the tokens of a prefix see it, if `takes_prefix`: one run of keys up to their own."""
+    if not takes_prefix(q, dout, rows, spec, packed):
+        return None
+    band = window_band(k, v, replace(spec, w=spec.n_sel * spec.l_sel), packed, scale)
+    return band._replace(is_prefix=True), rows
 
 
 def window_forward(

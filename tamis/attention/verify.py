@@ -17,6 +17,7 @@ from torch import Tensor
 from tamis.attention import functional as attention
 from tamis.attention import reference
 from tamis.attention.decode import nsa_decode, tile_attention, use_kernels
+from tamis.attention.packing import documents
 from tamis.attention.spec import DeviceStart, NSASpec
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
@@ -78,13 +79,19 @@ def verify_packed(
     spec: NSASpec,
     backend: attention.Backend = "auto",
     tokens: int | None = None,
+    times: int = 1,
+    max_seqlen: int | None = None,
 ) -> list[Check]:
-    """Compare `backend` with the reference on a row of packed documents; the last one is empty."""
+    """Compare `backend` with the reference on a row of packed documents; the last one is empty.
+
+    The row repeats the documents so many `times`, and the last repetition is compared: long rows take other kernels.
+    Kernels are also chosen by `max_seqlen`, by default the tokens of one repetition.
+    """
     tokens = tokens or odd_length(spec)
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens)
     ends = (0, 1, tokens // 8, tokens // 2, tokens, tokens)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    return _agreement("packed", WHOLE, inputs, spec, backend, cu_seqlens=offsets)
+    return _agreement("packed", WHOLE, inputs, spec, backend, offsets, times, max_seqlen or tokens)
 
 
 def verify_batch(
@@ -100,7 +107,7 @@ def verify_batch(
 ) -> list[Check]:
     """Compare the last sequence of a batch with the reference: large calls have kernels and an order of their own."""
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens or odd_length(spec))
-    return _agreement(f"batch of {batch}", WHOLE, inputs, spec, backend, batch=batch)
+    return _agreement(f"batch of {batch}", WHOLE, inputs, spec, backend, times=batch)
 
 
 def odd_length(spec: NSASpec) -> int:
@@ -157,15 +164,17 @@ def _agreement(
     spec: NSASpec,
     backend: attention.Backend,
     cu_seqlens: Tensor | None = None,
-    batch: int = 1,
+    times: int = 1,
+    max_seqlen: int = 0,
 ) -> list[Check]:
+    """Compare inputs, as the last of so many in a batch or a row, with the reference on these inputs alone."""
     generator = torch.Generator().manual_seed(1 + branch)
     dout = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
 
     # The reference takes the same rounded inputs, but in float32: its gradients are not rounded to half precision.
     expected = _out_and_gradients(_reference(spec, cu_seqlens), [x.float() for x in inputs], dout.float())
-    *many, many_dout = (_behind_others(x, batch) for x in (*inputs, dout))
-    measured = [x[-1:] for x in _out_and_gradients(_kernels(spec, backend, cu_seqlens), many, many_dout)]
+    last = _last_of_batch if cu_seqlens is None else partial(_last_of_row, cu_seqlens, max_seqlen)
+    measured = last(inputs, dout, spec, backend, times)
     return [
         Check(f"{case} {name}", relative_rmse(got, want), LIMIT[inputs[0].dtype])
         for name, got, want in zip(("out", *(f"d{x}" for x in INPUTS)), measured, expected, strict=True)
@@ -173,13 +182,43 @@ def _agreement(
     ]
 
 
-def _behind_others(x: Tensor, batch: int) -> Tensor:
-    """A sequence as the last of a batch; the others have its tokens from the last to the first."""
-    return torch.cat((x.flip(1).expand(batch - 1, *x.shape[1:]), x)) if batch > 1 else x
+def _last_of_batch(
+    inputs: list[Tensor], dout: Tensor, spec: NSASpec, backend: attention.Backend, batch: int
+) -> list[Tensor]:
+    """Output and gradients of a sequence that is the last of a batch."""
+    *many, many_dout = (_behind_others(x, batch, 0) for x in (*inputs, dout))
+    return [x[-1:] for x in _out_and_gradients(_kernels(spec, backend), many, many_dout)]
 
 
-def _kernels(spec: NSASpec, backend: attention.Backend, cu_seqlens: Tensor | None = None) -> Callable[..., Tensor]:
-    return partial(attention.nsa_attention, spec=spec, backend=backend, cu_seqlens=cu_seqlens)
+def _last_of_row(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    inputs: list[Tensor],
+    dout: Tensor,
+    spec: NSASpec,
+    backend: attention.Backend,
+    times: int,
+) -> list[Tensor]:
+    """Output and gradients of the last repetition in a row that repeats the documents so many times."""
+    tokens = dout.shape[1]
+    *_, (_, last_blocks) = documents(cu_seqlens, tokens, spec)
+    used = [last_blocks.stop if name in ("k_cmp", "v_cmp") else tokens for name in ("out", *INPUTS)]
+    dout_row, *row = (_behind_others(x[:, :n], times, 1) for x, n in zip((dout, *inputs), used, strict=True))
+    room = spec.compressed_blocks(tokens * times)
+    row[1:3] = (torch.cat((x, x.new_ones(1, room - x.shape[1], *x.shape[2:])), dim=1) for x in row[1:3])
+    offsets = torch.cat([cu_seqlens[:-1] + i * tokens for i in range(times)] + [cu_seqlens[-1:] * times])
+    got = _out_and_gradients(_kernels(spec, backend, cu_seqlens=offsets, max_seqlen=max_seqlen), row, dout_row)
+    before = [(times - 1) * n for n in used]
+    return [x[:, n : n + y.shape[1]] for x, n, y in zip(got, before, (dout, *inputs), strict=True)]
+
+
+def _behind_others(x: Tensor, times: int, dim: int) -> Tensor:
+    """`x` as the last of so many along a dimension; the others have its tokens in reverse order."""
+    return torch.cat([x.flip(1)] * (times - 1) + [x], dim) if times > 1 else x
+
+
+def _kernels(spec: NSASpec, backend: attention.Backend, **row: Any) -> Callable[..., Tensor]:
+    return partial(attention.nsa_attention, spec=spec, backend=backend, **row)
 
 
 def _reference(spec: NSASpec, cu_seqlens: Tensor | None) -> Callable[..., Tensor]:

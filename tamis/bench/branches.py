@@ -117,7 +117,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     from tamis.attention.kernels.selected.backward import selected_backward
     from tamis.attention.kernels.selected.pairs import selected_forward
     from tamis.attention.kernels.selection import select_from_lse
-    from tamis.attention.op import compressed_band, compressed_forward, window_band, window_forward
+    from tamis.attention.op import compressed_band, compressed_forward, prefix_of, window_band, window_forward
 
     spec = shape.spec
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (x.detach() for x in inputs)
@@ -129,6 +129,8 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     _, weights, delta = mix_backward(dout, cmp, sel, win, gates)
     compressed = compressed_band(k_cmp, v_cmp, spec), Rows(lse_cmp, weights[0], delta[0])
     window = window_band(k_win, v_win, spec), Rows(lse_win, weights[2], delta[2])
+    prefix = prefix_of(q, k_sel, v_sel, dout, Rows(lse_sel, weights[1], delta[1]), spec)
+    of_selected = ids, lse_sel, dout, gates[..., 1], delta[1], dq, spec
 
     def pair(name: str, forward: Callable[[], object], backward: Callable[[], object]) -> Timed:
         return Timed(name, choices, forward, lambda: (forward(), backward()))
@@ -136,7 +138,7 @@ def parts(shape: Shape, inputs: list[Tensor], choices: str) -> Iterator[Timed]:
     yield pair(
         "selected",
         lambda: selected_forward(q, k_sel, v_sel, ids, spec, trusted=True),
-        lambda: selected_backward(q, k_sel, v_sel, ids, lse_sel, dout, gates[..., 1], delta[1], dq, spec, trusted=True),
+        lambda: selected_backward(q, k_sel, v_sel, *of_selected, trusted=True, prefix=prefix),
     )
     if choices != "random":
         return  # the other parts do not depend on what is chosen

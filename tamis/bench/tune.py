@@ -32,7 +32,7 @@ from tamis.attention.kernels.selected.union import copies_blocks, tokens_of_boxe
 from tamis.attention.kernels.selection import select_from_lse, walks_heads
 from tamis.attention.kernels.tiles import AnyTile, candidates
 from tamis.attention.kernels.tuned import GpuModel, gpu_model, shape_key, tiles_file, using, write_tiles
-from tamis.attention.op import compressed_band, compressed_forward, window_band, window_forward
+from tamis.attention.op import compressed_band, compressed_forward, prefix_of, window_band, window_forward
 from tamis.attention.spec import as_numbers
 from tamis.attention.verify import LIMIT, relative_rmse
 from tamis.bench.attention import median_ms
@@ -201,11 +201,13 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     if not specializes_warps(q, dout):
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
-    left, scale = parts_left(q, ids, spec), bands[0][0].scale
+    prefix = prefix_of(q, k_sel, v_sel, dout, Rows(lse_sel, weights[1], delta[1]), spec)
+    has_lists = prefix is None or shape.length > prefix[0].window
+    left, scale = parts_left(q, ids, spec) if has_lists else None, bands[0][0].scale
 
     def query_gradient() -> list[Tensor]:
         dq = torch.zeros_like(q)
-        write_query_gradient(q, dout, dq, scale, bands, left)
+        write_query_gradient(q, dout, dq, scale, bands, left, prefix)
         return [dq]
 
     yield KernelCall("dq" + copied, query_gradient)
@@ -213,9 +215,11 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     def backward() -> list[Tensor]:
         dq = torch.empty_like(q)
         gradients = lse_sel, dout, gates[..., 1], delta[1], dq
-        return [*selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=bands), dq]
+        of_keys = selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=bands, prefix=prefix)
+        return [*of_keys, dq]
 
-    yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
+    if has_lists:
+        yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
     if not (copies_blocks(q, k_sel, v_sel, spec) or tokens_of_boxes(q, k_sel, v_sel, spec)):
         yield union_call(shape, device)
 

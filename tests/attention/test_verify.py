@@ -54,6 +54,23 @@ def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(mo
     assert "packed out" in {check.name for check in verify_packed(*shape) if not check.passed}
 
 
+def test_the_last_documents_of_a_long_row_are_compared(monkeypatch):
+    shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 27)
+    checks = verify_packed(*shape, times=3)
+    assert len(checks) == 9 and all(check.passed for check in checks)
+    right = op.compressed_forward
+
+    def forgets_the_last_token_of_a_long_row(*arguments):
+        out, lse = right(*arguments)
+        out[:, 3 * 27 - 1 :] = 0
+        return out, lse
+
+    monkeypatch.setattr(op, "compressed_forward", forgets_the_last_token_of_a_long_row)
+    tape.forget()
+    assert "packed out" in {check.name for check in verify_packed(*shape, times=3) if not check.passed}
+    assert all(check.passed for check in verify_packed(*shape))
+
+
 def test_a_kernel_that_is_wrong_in_large_calls_alone_is_caught(monkeypatch):
     shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, 3, "triton", 27)
     checks = verify_batch(*shape)

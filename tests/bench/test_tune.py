@@ -1,6 +1,8 @@
 """`tamis tune`: which candidates win, which are skipped, and which kernels are timed."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +138,12 @@ def test_kernels_that_others_replace_on_hopper_are_not_timed(
     for door in doors:
         monkeypatch.setattr(tune_module, door, lambda *tensors: True)
     assert [each.kernel for each in kernel_calls(M7C, torch.device("meta"))] == timed
+
+
+def test_where_every_token_chooses_every_block_there_are_no_lists_to_time(
+    launched: list[dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "prefix_of", lambda *inputs: (SimpleNamespace(window=1024), None))
+    for length, timed in ((1024, False), (2048, True)):
+        names = [each.kernel for each in kernel_calls(replace(M7C, length=length), torch.device("meta"))]
+        assert "dq" in names and ("backward" in names) == timed

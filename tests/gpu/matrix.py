@@ -42,7 +42,7 @@ class MatrixCase:
     batch: int = 1
     scale: float = 1.0  # of the queries
     chosen: int = CHOSEN
-    packed: bool = False
+    packed: int = 0  # how often the row repeats DOCUMENTS
     signed_gates: bool = False  # a part is negative, a part 0
     check_last: bool = False  # compare only the last sequence: the reference would not fit
 
@@ -73,8 +73,11 @@ def all_cases() -> list[MatrixCase]:
         for i, (dim, heads) in enumerate([(64, heads) for heads in (*HEADS_PER_GROUP, 5)] + [(128, 16), (128, 6)])
     ]
     shapes = ((64, 6), (64, 3), (128, 16), (128, 6), (96, 3), (256, 2))
-    cases += [MatrixCase(dtype, *shape, tokens=sum(DOCUMENTS), packed=True) for dtype in DTYPES[:2] for shape in shapes]
-    cases.append(MatrixCase("float32", 64, 6, tokens=sum(DOCUMENTS), packed=True))
+    cases += [packed_case(dtype, *shape) for dtype in DTYPES[:2] for shape in shapes]
+    cases.append(packed_case("float32", 64, 6))
+    # So many tokens, of short sequences or documents, that the first ones of each take the dense branches' kernels.
+    cases += [MatrixCase("bfloat16", 64, heads, tokens=250, batch=132, check_last=True) for heads in (6, 5)]
+    cases += [packed_case(DTYPES[i % 2], 64, heads, repeats=16) for i, heads in enumerate((6, 6, 1, 5, 16))]
     cases += [MatrixCase("bfloat16", 64, 6, tokens=100 * n, chosen=n) for n in (3, 8, 16, 32, 64)]
     # Long enough for queries that leave most of their choices to the pairs.
     cases += [
@@ -86,6 +89,10 @@ def all_cases() -> list[MatrixCase]:
     large = ((128, 16), (64, 32))
     cases += [MatrixCase("bfloat16", *shape, tokens=2001, batch=264, check_last=True) for shape in large]
     return sorted(cases, key=lambda case: -case.dim * (2 if case.dtype == "float32" else 1))  # slowest to compile first
+
+
+def packed_case(dtype: str, dim: int, heads_per_group: int, repeats: int = 1) -> MatrixCase:
+    return MatrixCase(dtype, dim, heads_per_group, tokens=repeats * sum(DOCUMENTS), packed=repeats)
 
 
 def cases_of(dims: Sequence[int]) -> list[MatrixCase]:
@@ -106,20 +113,21 @@ def run_case(case: MatrixCase) -> dict[str, float]:
     inputs[0] *= case.scale
     if case.signed_gates:
         inputs[-1] = torch.where(inputs[-1] < 0.4, 0.0, inputs[-1] - 0.6)
-    offsets = None
+    offsets, longest = None, max(DOCUMENTS) if case.packed > 1 else None
     if case.packed:
-        offsets = torch.tensor([0, *DOCUMENTS, 0], device="cuda").cumsum(0, dtype=torch.int32)
+        offsets = torch.tensor([0, *DOCUMENTS * case.packed, 0], device="cuda").cumsum(0, dtype=torch.int32)
+    packed: dict = {"cu_seqlens": offsets, "max_seqlen": longest}
     dout = torch.randn(inputs[0].shape, dtype=dtype, device="cuda")
-    got = with_gradients(lambda *x: nsa_attention(*x, spec, "triton", cu_seqlens=offsets), inputs, dout)
+    got = with_gradients(lambda *x: nsa_attention(*x, spec, "triton", **packed), inputs, dout)
     if case.check_last:
         inputs, dout, got = [x[-1:] for x in inputs], dout[-1:], [x[-1:] for x in got]
     errors, ids = {}, None
-    if case.scale > 1 or case.chosen != CHOSEN:
-        # Of large logits or many blocks some scores are nearly equal, and rounding decides: the reference takes the
-        # kernels' choice.
-        ids = select_blocks(*inputs[:2], spec, "triton", cu_seqlens=offsets)
-    if case.chosen != CHOSEN and ids is not None:
-        expected = reference.select_blocks(inputs[0].float(), inputs[1].float(), spec)
+    if case.scale > 1 or case.chosen != CHOSEN or case.packed > 1:
+        # Of large logits, many blocks or very many tokens some scores are nearly equal, and rounding decides: the
+        # reference takes the kernels' choice.
+        ids = select_blocks(*inputs[:2], spec, "triton", **packed)
+    if ids is not None and case.scale == 1:
+        expected = reference.select_blocks(inputs[0].float(), inputs[1].float(), spec, cu_seqlens=offsets)
         errors["choices"] = float((ids != expected).float().mean())
     want = with_gradients(
         lambda *x: reference.nsa_attention(*x, spec, offsets, None, ids), [x.float() for x in inputs], dout.float()

@@ -146,14 +146,16 @@ def launch_kernels(config: Config) -> None:
         return
     shape = (DTYPES[config.runtime.precision], model.n_heads, model.n_kv_groups, model.d_k, spec)
     proof = length_like(train.seq_len, model.n_heads, spec)
+    batch = large_batch(config, proof)
     launch_attention(*shape, proof)
     if config.data.packing == "documents":
-        documents = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0])
-        launch_attention(*shape, proof, documents=PROOF_DOCUMENTS)
+        documents, times = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0]), max(1, batch)
+        longest = min(train.seq_len, times * proof)
+        launch_attention(*shape, times * proof, documents=times * PROOF_DOCUMENTS, longest=longest)
         launch_attention(*shape, train.batch_size * train.seq_len, documents=documents, longest=train.seq_len)
     else:
         launch_attention(*shape, train.seq_len, train.batch_size)
-        if batch := large_batch(config, proof):
+        if batch:
             launch_attention(*shape, proof, batch)
 
 

@@ -25,7 +25,7 @@ from tamis.train.tools.probe import GIB, measure_steps, random_batches
 PROBE_STEPS, WARMUP = 8, 3
 SMALL_MICRO_BATCH = 16384  # tokens; with fewer, a large GPU is bound by launches and small matrices
 # Training speed with NSA over that of the dense twin, by sequence length; 125M on one H200, see docs/performance.md.
-NSA_OVER_DENSE = {2048: 0.82, 4096: 0.84, 8192: 1.09, 16384: 1.38, 32768: 2.06, 65536: 3.34}
+NSA_OVER_DENSE = {2048: 0.83, 4096: 0.90, 8192: 1.10, 16384: 1.49, 32768: 2.24, 65536: 3.34}
 SAME_SPEED = 0.05  # a smaller difference decides nothing
 USABLE = 0.85  # share of a GPU's memory that a suggestion may fill
 

@@ -55,9 +55,10 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     tokens = tokens or length_like(config.train.seq_len, model.n_heads, spec)
     shape = (device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
     checks = verify(*shape, tokens=tokens)
+    batch = large_batch(config, tokens)
     if config.data.packing == "documents":
-        checks += verify_packed(*shape, tokens=tokens)
-    elif batch := large_batch(config, tokens):
+        checks += verify_packed(*shape, tokens=tokens, times=max(1, batch), max_seqlen=config.train.seq_len)
+    elif batch:
         checks += verify_batch(*shape, batch, tokens=tokens)
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
 

@@ -68,9 +68,17 @@ def launch_everything(dtype: torch.dtype, heads_per_group: int, dim: int, tokens
 
 
 def launch_large_calls(heads_per_group: int, dim: int) -> None:
-    """So many tokens that the window is last, and that head dim 64 takes the boxes of head dim 128."""
-    launch_attention(torch.bfloat16, 2 * heads_per_group, 2, dim, NSASpec(), tokens=2048, batch=16)
+    """So many tokens that the window is last, and that head dim 64 takes the boxes of head dim 128.
+
+    At head dim 64 the first tokens of a sequence, or document, take the dense branches' kernels: a part, or all.
+    """
+    shape = torch.bfloat16, 2 * heads_per_group, 2, dim, NSASpec()
+    launch_attention(*shape, tokens=2048, batch=16)
     launch_packed_bands(torch.bfloat16, heads_per_group, dim, forward_alone=True)
+    if dim == 64:
+        launch_attention(*shape, tokens=1024, batch=32)
+        for longest in (1024, 2048):
+            launch_attention(*shape, tokens=32768, documents=48, longest=longest)
 
 
 def launch_packed_bands(

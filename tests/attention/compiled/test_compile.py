@@ -50,7 +50,9 @@ def test_every_configuration_compiles_fits_and_is_fast_where_it_matters(arch: in
         assert any(name.startswith(COPIED) for name in kernels), "rows copied at head dim 128"
         if triton.__version__.startswith(GLUON_PROVED_WITH):
             by_head = [name for name in kernels if name.startswith(BY_HEAD)]
-            assert len(by_head) == 8, "two kernels of two branches, packed and not"
+            assert len(by_head) == 10, "two kernels of two branches and one of prefixes, packed and not"
+            prefixes = [name for name in kernels if name.startswith("_dq_kernel") and "'PREFIX': 1024" in name]
+            assert len(prefixes) == 4, "a part of a sequence, or all, packed and not"
             assert {name: kernels[name]["stack"] for name in by_head if kernels[name]["stack"]} == {}
         assert {name: k for name, k in hot.items() if k["mma"]} == {}, "not on Hopper's own matrix instructions"
         spills = {name: k["stack"] for name, k in hot.items() if "'D': 128" in name and k["stack"] > MOST_STACK + 8}

@@ -62,7 +62,7 @@ CASES = {
     "group of 16": (2, 1, 16, 45, ()),
     "one token": (2, 1, 2, 1, ()),
     "packed": (1, 1, 2, 241, (1, 70, 9, 161)),
-    "packed, the row is not filled": (1, 1, 2, 131, (131, 0)),
+    "packed, an empty document at the end": (1, 1, 2, 131, (131, 0)),
 }
 
 

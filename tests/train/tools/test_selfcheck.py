@@ -75,11 +75,18 @@ def test_large_calls_are_checked_where_training_has_them(monkeypatch: pytest.Mon
 def test_kernels_of_packed_documents_are_checked_where_training_packs_and_none_where_no_layer_uses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called: list[str] = []
+    called: list[tuple[str, int, int]] = []
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
     for name in ("verify", "verify_packed"):
-        monkeypatch.setattr(selfcheck, name, lambda *_, tokens, name=name: called.append(name) or [])
+        monkeypatch.setattr(
+            selfcheck,
+            name,
+            lambda *_, tokens, times=1, max_seqlen=0, name=name: called.append((name, times, max_seqlen)) or [],
+        )
     selfcheck.require_right_attention(tiny("nsa.layers=window"), torch.device("cuda"))
     assert called == []
     selfcheck.require_right_attention(tiny("data.packing=documents"), torch.device("cuda"))
-    assert called == ["verify", "verify_packed"]
+    assert called == [("verify", 1, 0), ("verify_packed", 1, 96)]
+    # Rows of 342 sequences of 96 tokens are large calls, so the packed row of the proof is as long.
+    selfcheck.require_right_attention(tiny("data.packing=documents", "train.batch_size=342"), torch.device("cuda"))
+    assert called[2:] == [("verify", 1, 0), ("verify_packed", 342, 96)]

@@ -350,6 +350,7 @@ def key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor) -> tuple[Tens
 
         write_key_gradients(q, band, rows, dout, dk, dv)
         return dk, dv
+    assert not band.is_prefix, "only the kernel above ends with a prefix"
     copied = copies_rows(q, dout, R)
     many = copied and not band.window and N >= MANY_KEYS and band.rows_of_key is None
     tile = tile_for("dkv", q, R, copied)

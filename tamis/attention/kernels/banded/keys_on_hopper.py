@@ -1,5 +1,7 @@
 """Gluon: dk and dv of the compressed and the window branch on Hopper, where `copies_rows_of_heads` holds.
 
+The same kernel has the selected branch's prefixes (`selected/backward.py`), whose tokens see one run of keys too.
+
 One warp of a program does nothing but copy tiles into shared memory, by the tensor memory accelerator. Four others
 multiply. Every slot of a ring of tiles has two barriers: one is passed when the slot is full, the other when it is
 empty. So copies never wait for products, and no register holds an address. The sums of a round are under way while the
@@ -37,10 +39,15 @@ STAGES = 3
 
 
 @gluon.jit
-def _rows_of_key(table, key, S, L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr):
+def _rows_of_key(table, key, S, L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr, IS_PREFIX: gl.constexpr):
     """First token that sees a key, and the one after the last."""
     if W > 0:
-        end = gl.minimum(key + W, S)
+        begin = key
+        if IS_PREFIX:
+            begin = key * 0
+            if table is not None:
+                begin = gl.load(table + 4 * key)
+        end = gl.minimum(begin + W, S)
         if table is not None:
             end = gl.minimum(end, gl.load(table + 4 * key + 1))
         return key, end
@@ -74,7 +81,8 @@ def _copy_rows(
 def _add_rows(
     dk_out, dv_out, table, k_tile, v_tile, shared, part, g, G, first_key, keys, first,
     count, whole_begin, whole_end, S, N, softmax_scale, scale,
-    L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr, IS_PREFIX: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of the keys from `first_key` on. Scores are [keys, rows]: p and ds go from registers into the sums."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -82,7 +90,7 @@ def _add_rows(
     ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
     q_ring, dout_ring, statistics, full, empty = shared
     key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    seen_begin, seen_end = _rows_of_key(table, gl.minimum(key, N - 1), S, L, STRIDE, W)
+    seen_begin, seen_end = _rows_of_key(table, gl.minimum(key, N - 1), S, L, STRIDE, W, IS_PREFIX)
     dk = warpgroup_mma_init(gl.zeros([64, D], gl.float32, ACC))
     dv = warpgroup_mma_init(gl.zeros([64, D], gl.float32, ACC))
     zero = gl.zeros([64, 64], gl.float32, ACC)
@@ -128,7 +136,8 @@ def _store_keys(tile, x, first, keys, stride_n, D: gl.constexpr):
 def key_gradients_by_head(
     k, v, dk_out, dv_out, table, tiles_of_keys, q, dout, lse, gate, delta,
     stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg, B, S, N, SPLITS, softmax_scale, scale, key_tiles,
-    L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr, R: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, STRIDE: gl.constexpr, W: gl.constexpr, IS_PREFIX: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys from one split of the rows that see them; outputs are [SPLITS,B,N,G,D].
 
@@ -147,8 +156,8 @@ def key_gradients_by_head(
     if tiles_of_keys is not None:
         first, keys = gl.load(tiles_of_keys + 2 * tile), gl.load(tiles_of_keys + 2 * tile + 1)
     last = gl.minimum(first + 64, keys) - 1
-    begin, whole_end = _rows_of_key(table, gl.minimum(first, N - 1), S, L, STRIDE, W)
-    whole_begin, end = _rows_of_key(table, gl.maximum(last, 0), S, L, STRIDE, W)
+    begin, whole_end = _rows_of_key(table, gl.minimum(first, N - 1), S, L, STRIDE, W, IS_PREFIX)
+    whole_begin, end = _rows_of_key(table, gl.maximum(last, 0), S, L, STRIDE, W, IS_PREFIX)
     begin = begin // 64
     rounds = gl.maximum((end + 63) // 64 - begin, 0) * R
     if tiles_of_keys is not None:
@@ -171,13 +180,13 @@ def key_gradients_by_head(
     shared = (q_ring, dout_ring, statistics, full, empty)
     gl.warp_specialize([
         (_add_rows, (dk_out, dv_out, table, k_tile, v_tile, shared, part, g, G, first, keys, mine, count, whole_begin,
-                     whole_end, S, N, softmax_scale, scale, L, STRIDE, W, R, D, STAGES)),
+                     whole_end, S, N, softmax_scale, scale, L, STRIDE, W, IS_PREFIX, R, D, STAGES)),
         (_copy_rows, (q, dout, lse, gate, delta, shared, b, g * R, mine, count, G * R, R, D, STAGES)),
     ], [1], [24])  # fmt: skip
 
 
 def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write what `key_gradients` returns.
+    """Write what `key_gradients` returns; of a `prefix` that is not packed, gradients of its keys alone.
 
     Tables of a packed row list more tiles than there are keys for, and a program without keys still starts its warps:
     all listed tiles count where rows are split to have enough programs.
@@ -185,6 +194,8 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
     B, S, H, D = q.shape
     N, G = band.k.shape[1:3]
     tiles = cdiv(N, KEYS_OF_TILE) if band.tiles_of_keys is None else band.tiles_of_keys.numel() // 2
+    if band.is_prefix and band.rows_of_key is None:
+        tiles = min(tiles, cdiv(band.window, KEYS_OF_TILE))
     splits = 1 if band.window else max(1, min(MOST_SPLITS, PROGRAMS_WANTED // (tiles * B * G)))
     parts = [dk, dv]
     if splits > 1:
@@ -192,7 +203,8 @@ def write_key_gradients(q: Tensor, band: Band, rows: Rows, dout: Tensor, dk: Ten
     key_gradients_by_head[(tiles * B * splits, G)](
         band.k, band.v, *parts, band.rows_of_key, band.tiles_of_keys, described_heads(q), described_heads(dout),
         *(described_lines(x) for x in rows), *band.strides, B, S, N, splits, band.scale, band.scale * LOG2E, tiles,
-        L=band.length, STRIDE=band.stride, W=band.window, R=H // G, D=D, STAGES=STAGES, num_warps=4, maxnreg=128,
+        L=band.length, STRIDE=band.stride, W=band.window, IS_PREFIX=band.is_prefix, R=H // G, D=D, STAGES=STAGES,
+        num_warps=4, maxnreg=128,
     )  # fmt: skip
     if splits > 1:
         sum_splits_kernel[(cdiv(dk.numel(), 1024),)](*parts, dk, dv, dk.numel(), splits, BLOCK=1024)

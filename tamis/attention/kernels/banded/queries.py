@@ -67,6 +67,7 @@ class Band(NamedTuple):
     documents: Tensor | None = None  # of a packed row: `PackedTables.token`
     rows_of_key: Tensor | None = None  # with a window the same, else `PackedTables.compressed`
     tiles_of_keys: Tensor | None = None  # without a window `PackedTables.tile`
+    is_prefix: bool = False  # backward alone: only the first `window` tokens of a sequence, or document, see any key
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -6,6 +6,9 @@ are no float atomics: sums have a fixed order. Two kernels compute the same: `ba
 `backward_halves`, which holds a head's elements in two halves, so that at head dim 128 two programs share a
 multiprocessor.
 
+The first n_sel·l_sel tokens of a sequence, its *prefix*, choose every block up to their own: each sees one run of keys.
+Where `takes_prefix` holds, they are in no list, and the kernels of the dense branches give their gradients.
+
 Shapes: B batch, S tokens, H query heads, G groups, R = H/G heads per group, D head dim, N slots (n_sel), BN keys held
 at once, SUB such tiles per block.
 """
@@ -21,12 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.attention.checks import check_gradients, check_like
+from tamis.attention.kernels.banded.keys import copies_rows_of_heads, key_gradients
 from tamis.attention.kernels.banded.queries import Band, Rows
 from tamis.attention.kernels.banded.query_gradients import SelectedParts, write_query_gradient
 from tamis.attention.kernels.banded.statistics import gather_statistics
 from tamis.attention.kernels.launch import (
     LOG2E,
     PreparedKernel,
+    fills_the_gpu,
     launch_settings,
     softmax_scale,
     takes_halves,
@@ -62,6 +67,9 @@ CHUNKS_OF_CUT = 5  # of a large call with a sequence that must be cut, which tak
 # have few of them, shorter ones keep all processors busy to the end.
 LONGEST_ITEM = 1024
 ITEMS_WANTED = 800
+# Prefixes take the dense branches' kernels in sequences up to so many times as long; measured.
+SHORT_BY_PREFIX = 8
+LEAST_PREFIX = 128  # tokens: no tile of query gradients has more
 
 
 def selected_backward(
@@ -82,12 +90,15 @@ def selected_backward(
     packed: PackedTables | None = None,
     scale: float | None = None,
     dense: Sequence[tuple[Band, Rows]] = (),
+    prefix: tuple[Band, Rows] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, and write that of q to `dq`; `dout` is the gradient of the mixed output.
 
     `gates` are this branch's alone. What the `dense` branches add to the gradient of q is written with it. `halves`
     forces one of the two kernels, or the other; `segment` sets a segment's tokens, for the halves alone: only there
     no item adds its gradients itself, which two segments of a sequence must not do at once.
+
+    The tokens of a `prefix` must have chosen every block up to their own.
     """
     if not trusted:
         check_selected(q_BSHD, k_BSGD, v_BSGD, ids_BSGn, spec)
@@ -95,7 +106,19 @@ def selected_backward(
         check_like("q", q_BSHD, gates=(gates_BSH, tuple(q_BSHD.shape[:3])))
     q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD = map(unit_last_stride, (q_BSHD, k_BSGD, v_BSGD, ids_BSGn, dout_BSHD))
     batch, tokens, heads, dim = q_BSHD.shape
-    heads_per_group = heads // ids_BSGn.shape[2]
+    groups = ids_BSGn.shape[2]
+    heads_per_group = heads // groups
+    scale = softmax_scale(q_BSHD, scale)
+    prefix_tokens, keys_written = 0, None
+    if prefix is None:
+        dk, dv = (empty((batch, tokens, groups, dim), k_BSGD.dtype, q_BSHD.device) for _ in range(2))
+    else:
+        dk, dv = key_gradients(q_BSHD, *prefix, dout_BSHD)
+        prefix_tokens = prefix[0].window
+        keys_written = tokens if packed else prefix_tokens
+        if (packed.longest if packed else tokens) <= prefix_tokens:  # nothing is left for lists
+            write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, None, prefix)
+            return dk, dv
     halves = takes_halves(q_BSHD, heads_per_group) if halves is None else halves
     assert halves or segment is None
     if halves and stays_whole(q_BSHD, packed) and segment is None and packed is None:
@@ -104,38 +127,47 @@ def selected_backward(
     item = ITEM if halves else item_of_sweep(ids_BSGn, chunks)
     layout = Layout.of(ids_BSGn, spec, chunks, chunk, segment=segment, packed=packed, item=item)
     sizes = sizes_of(q_BSHD, layout, spec)
-    parts, groups = sizes["SUB"], layout.groups
+    parts = sizes["SUB"]
     settings = launch_settings("halves" if halves else "backward", q_BSHD, sizes["R"])
     device = q_BSHD.device
-    dk, dv = (empty((batch, tokens, groups, dim), k_BSGD.dtype, device) for _ in range(2))
-    # A sequence of several chunks adds up its gradients in float32 and rounds once, with the last of them.
+    # A sequence of several chunks adds up its gradients in float32 and rounds with the last of them. What a prefix adds
+    # was rounded before.
     several = layout.segments_per_chunk < layout.segments_per_sequence
     dk_sum, dv_sum = (empty(dk.shape, torch.float32, device) if several else x for x in (dk, dv))
     part_dq = empty((layout.pairs_per_chunk * parts * sizes["R"], dim), q_BSHD.dtype, device)
     kept = layout.items_per_chunk if halves else layout.parts_per_chunk
     part_dkv = empty((2, kept, parts, sizes["BN"], dim), torch.float32, device)
-    scale = softmax_scale(q_BSHD, scale)
     inputs = q_BSHD, k_BSGD, v_BSGD, dout_BSHD, gather_statistics(lse_BHS, delta_BHS, gates_BSH), lse_BHS.numel()
     strides = [stride for x in (q_BSHD, k_BSGD, v_BSGD, dout_BSHD) for stride in x.stride()[:3]]
     parts_of_sums = part_dq, part_dkv[0], part_dkv[1]
-    for lists in chunks_of_pairs(ids_BSGn, layout, packed=packed, every_part=halves):
+    for lists in chunks_of_pairs(ids_BSGn, layout, packed=packed, every_part=halves, prefix=prefix_tokens):
         grid, work = (layout.items_per_chunk, parts), item_arguments(lists, layout, packed)
         if halves:
             backward_halves[grid](*inputs, *parts_of_sums, *work, scale * LOG2E, *strides, **sizes, **settings)
         else:
             backward_items[grid](
-                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, lists.list_items, lists.item_part, *work,
+                *inputs, *parts_of_sums, dk_sum, dv_sum, dk, dv, keys_written, lists.list_items, lists.item_part, *work,
                 scale * LOG2E, scale, *strides, **sizes, **settings,
             )  # fmt: skip
         left = SelectedParts(part_dq, ids_BSGn, parts, *layout.chunk_from(lists.first_segment))
-        write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, left)
+        write_query_gradient(q_BSHD, dout_BSHD, dq_BSHD, scale, dense, left, prefix)
         merge_key_gradients[(layout.sequences_per_chunk * groups * layout.blocks, parts * sizes["BN"] // 16)](
             part_dkv[0], part_dkv[1], lists.list_first, lists.list_items, *work[-2:], dk_sum, dv_sum, dk, dv,
-            lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,
+            keys_written, lists.first_segment, layout.segments_per_chunk, layout.segments_per_sequence, layout.segments,
             layout.segment, layout.blocks, packed.blocks if packed else layout.blocks, tokens, scale,
             G=sizes["G"], SUB=parts, L_SEL=spec.l_sel, BN=sizes["BN"], D=dim, BD=sizes["BD"], KEYS=16, ALL=halves,
         )  # fmt: skip
     return dk, dv
+
+
+def takes_prefix(q_BSHD: Tensor, dout_BSHD: Tensor, rows: Rows, spec: NSASpec, packed: PackedTables | None) -> bool:
+    """Whether the dense branches' kernels have the prefix of a sequence or document, and are faster than lists.
+
+    They are in large calls of short sequences, of which the prefix is a large part.
+    """
+    prefix, longest = spec.n_sel * spec.l_sel, packed.longest if packed else q_BSHD.shape[1]
+    is_short = prefix >= LEAST_PREFIX and longest <= SHORT_BY_PREFIX * prefix
+    return is_short and fills_the_gpu(q_BSHD) and copies_rows_of_heads(q_BSHD, dout_BSHD, rows)
 
 
 def item_of_sweep(ids_BSGn: Tensor, chunks: int) -> int:
@@ -186,9 +218,9 @@ def _without_later_keys(p, token, begin, sub, L_SEL: tl.constexpr, BN: tl.conste
 @PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_sequence"])
 def backward_items(
-    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, list_items, item_part,
-    pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks, tokens, table, bounds,
-    scale, dk_scale,
+    q, k, v, dout, statistics, rows, part_dq, part_dk, part_dv, dk_sum, dv_sum, dk_out, dv_out, keys_written,
+    list_items, item_part, pairs, item_list, item_start, item_count, first_segment, per_sequence, segment, blocks,
+    tokens, table, bounds, scale, dk_scale,
     q_b, q_s, q_h, k_b, k_s, k_g, v_b, v_s, v_g, o_b, o_s, o_h,
     G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
@@ -247,7 +279,7 @@ def backward_items(
         begin, end = block_tokens(bounds, block, tokens, L_SEL)
         add_key_gradients(
             dk, dv, in_block, begin, end, group, sequence, begin < first_token, end <= first_token + segment, dk_sum,
-            dv_sum, dk_out, dv_out, tokens, dk_scale, G, L_SEL, D, BD,
+            dv_sum, dk_out, dv_out, keys_written, tokens, dk_scale, G, L_SEL, D, BD,
         )  # fmt: skip
     else:
         row = (tl.load(item_part + item).to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)

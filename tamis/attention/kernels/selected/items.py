@@ -76,10 +76,13 @@ def pairs_of_tile(pairs, tile, start, count, missing: tl.constexpr, R: tl.conste
 
 @triton.jit
 def add_key_gradients(
-    dk_acc, dv_acc, in_block, begin, end, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, tokens, scale,
-    G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    dk_acc, dv_acc, in_block, begin, end, group, sequence, begun, last, dk_sum, dv_sum, dk, dv, keys_written, tokens,
+    scale, G: tl.constexpr, L_SEL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last."""
+    """Add a block's gradients onto what earlier chunks gave, if they have `begun` the sequence; round with the last.
+
+    The first `keys_written` keys of a sequence have gradients already, of the tokens that are in no list.
+    """
     key = begin + in_block
     live = (in_block < L_SEL) & (key < end)
     target = ((sequence * tokens + key) * G + group) * D
@@ -87,5 +90,9 @@ def add_key_gradients(
     dv_acc += load_at(dv_sum, target, live & begun, D, BD).to(tl.float32)
     store_at(dk_sum, target, dk_acc, live & (not last), D, BD)
     store_at(dv_sum, target, dv_acc, live & (not last), D, BD)
-    store_at(dk, target, dk_acc * scale, live & last, D, BD)
+    dk_acc *= scale
+    if keys_written is not None:
+        dk_acc += load_at(dk, target, live & last & (key < keys_written), D, BD).to(tl.float32)
+        dv_acc += load_at(dv, target, live & last & (key < keys_written), D, BD).to(tl.float32)
+    store_at(dk, target, dk_acc, live & last, D, BD)
     store_at(dv, target, dv_acc, live & last, D, BD)

@@ -52,15 +52,17 @@ def chunks_of_pairs(
     layout: Layout,
     packed: PackedTables | None = None,
     every_part: bool = False,
+    prefix: int = 0,
 ) -> Iterator[Chunk]:
     """All chunks in order. Lists of several chunks are built together as long as their marks stay small. With
-    `every_part` a list of one item has a part too."""
+    `every_part` a list of one item has a part too. The first `prefix` tokens of a sequence, or document, are in none.
+    """
     ids_BSGn = ids_BSGn.contiguous()
     mark_bytes = layout.lists_per_chunk * layout.words * 3 * 4
     together = max(1, min(layout.chunks, MARK_BYTES // mark_bytes))
     for first_chunk in range(0, layout.chunks, together):
         chunks = min(together, layout.chunks - first_chunk)
-        yield from _build_span(ids_BSGn, layout, packed, every_part, first_chunk, chunks)
+        yield from _build_span(ids_BSGn, layout, packed, every_part, prefix, first_chunk, chunks)
 
 
 def _build_span(
@@ -68,6 +70,7 @@ def _build_span(
     layout: Layout,
     packed: PackedTables | None,
     every_part: bool,
+    prefix: int,
     first_chunk: int,
     chunks: int,
 ) -> Iterator[Chunk]:
@@ -84,7 +87,7 @@ def _build_span(
     geometry = (layout.tokens, layout.segment, layout.segments_per_sequence, layout.blocks, layout.words)
     grid = (cdiv(pairs.numel(), 1024),)
     bounds = (first_token * per_token, last_token * per_token, first_segment)
-    constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel}
+    constants = {"G": layout.groups, "N": layout.slots, "L_SEL": layout.l_sel, "PREFIX": prefix}
     _mark_pairs[grid](ids_BSGn, table, marks, *bounds, *geometry, **constants, BLOCK=1024)
     ends = _ends_of(marks)
     _place_pairs[grid](ids_BSGn, table, marks, ends, pairs, *bounds, *geometry, **constants, BLOCK=1024)
@@ -107,7 +110,7 @@ def _build_span(
 
 @triton.jit
 def _locate_pairs(
-    ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
+    ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, PREFIX, BLOCK
 ):  # fmt: skip
     """For a tile of pairs: which are listed; the word and bit of each among the marks, and what a list stores of it."""
     pair = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -122,8 +125,13 @@ def _locate_pairs(
     in_sequence = (token % tokens).to(tl.int32)
     in_segment = in_sequence % segment
     in_list = in_segment
-    if table is not None:  # lists count from the segment's first block, and their tokens from the block's first
+    if table is None:
+        if PREFIX > 0:
+            exists = exists & (in_sequence >= PREFIX)
+    else:  # lists count from the segment's first block, and their tokens from the block's first
         first_token = tl.load(table + 4 * in_sequence, mask=exists, other=0)
+        if PREFIX > 0:
+            exists = exists & (in_sequence - first_token >= PREFIX)
         first_block = tl.load(table + 4 * in_sequence + 2, mask=exists, other=0)
         begin = first_token + (block - first_block) * L_SEL - (in_sequence - in_segment)
         in_list = in_segment - tl.maximum(begin, 0)
@@ -146,11 +154,11 @@ def _count_bits(word):
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _mark_pairs(
     ids, table, marks, first, last, first_segment, tokens, segment, per_sequence, blocks, words,
-    G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set one bit per pair. Integer atomics give the same result in any order."""
     exists, word, bit, _ = _locate_pairs(
-        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
+        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, PREFIX, BLOCK
     )  # fmt: skip
     one = tl.full((BLOCK,), 1, tl.int32)
     tl.atomic_or(marks + word, one << bit, mask=exists, sem="relaxed")
@@ -207,11 +215,11 @@ def _sum_tiles(marks, counts, sums, words, BLOCK: tl.constexpr, TILES: tl.conste
 @triton.jit(do_not_specialize=["first", "last", "first_segment"])
 def _place_pairs(
     ids, table, marks, ends, pairs, first, last, first_segment, tokens, segment, per_sequence, blocks,
-    words, G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, BLOCK: tl.constexpr,
+    words, G: tl.constexpr, N: tl.constexpr, L_SEL: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write each pair to its place: behind all pairs of earlier words, and of earlier tokens in its own word."""
     exists, word, bit, stored = _locate_pairs(
-        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, BLOCK
+        ids, table, first, last, first_segment, tokens, segment, per_sequence, blocks, words, G, N, L_SEL, PREFIX, BLOCK
     )  # fmt: skip
     mark = tl.load(marks + word, mask=exists, other=0)
     end = tl.load(ends + word, mask=exists, other=0)

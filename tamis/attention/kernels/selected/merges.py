@@ -106,7 +106,7 @@ def merge_outputs(
 @PreparedKernel
 @triton.jit(do_not_specialize=["first_segment", "per_chunk", "per_sequence", "segments"])
 def merge_key_gradients(
-    part_dk, part_dv, list_first, list_items, table, bounds, dk_sum, dv_sum, dk, dv,
+    part_dk, part_dv, list_first, list_items, table, bounds, dk_sum, dv_sum, dk, dv, keys_written,
     first_segment, per_chunk, per_sequence, segments, segment, blocks, all_blocks, tokens, scale,
     G: tl.constexpr, SUB: tl.constexpr, L_SEL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, ALL: tl.constexpr,
@@ -145,5 +145,5 @@ def merge_key_gradients(
             dv_acc += load_at(part_dv, row * D, always, D, BD)
     add_key_gradients(
         dk_acc, dv_acc, in_block, block_begin, block_end, group, sequence.to(tl.int64), begun, last, dk_sum, dv_sum,
-        dk, dv, tokens, scale, G, L_SEL, D, BD,
+        dk, dv, keys_written, tokens, scale, G, L_SEL, D, BD,
     )  # fmt: skip
