@@ -86,9 +86,9 @@ class RankHistory:
         return self._step_ended is not None
 
     def typical(self, field: str, count: int) -> float | None:
-        """Median of a field over the last `count` steps that have it."""
-        values = [value for beat in list(self.recent)[-count:] if (value := getattr(beat, field)) is not None]
-        return median(values) if values else None
+        """Median of a field over the last `count` steps that have it; None while there are fewer."""
+        values = [value for beat in self.recent if (value := getattr(beat, field)) is not None][-count:]
+        return median(values) if len(values) == count else None
 
 
 class RunHistory:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tamis.run.files.events import Alarm
 from tamis.run.files.lock import ProcessState
-from tamis.run.limits import DEAD_AFTER_S, SETTLED_STEPS, SLOW_STRETCHES, Limits
+from tamis.run.limits import DEAD_AFTER_S, JUDGED_STEPS, SETTLED_STEPS, SLOW_STRETCHES, Limits
 from tamis.run.supervise.history import RankHistory, RunHistory
 
 PHASE_ORDER = {"boot": 0, "loader_ready": 1, "compile": 2, "step_start": 3, "progress": 4, "step_end": 5}
@@ -145,25 +145,27 @@ def _slow(history: RunHistory, limits: Limits) -> list[Alarm]:
     return []
 
 
-def _slow_ranks(history: RunHistory, window: int = 20) -> list[Alarm]:
+def _slow_ranks(history: RunHistory) -> list[Alarm]:
     """Name a rank that fetches or computes far longer than the others: it slows them all. It is not killed."""
     alarms = []
     for what, words in (("dt_fetch_s", "waits for data"), ("dt_forward_s", "computes its forward pass")):
-        typical = {r.rank: value for r in history.ranks.values() if (value := r.typical(what, window)) is not None}
+        typical = {
+            r.rank: value for r in history.ranks.values() if (value := r.typical(what, JUDGED_STEPS)) is not None
+        }
         step_s = max((median(r.step_times) for r in history.ranks.values() if r.step_times), default=math.inf)
         for rank, value in typical.items():
             others = [v for other, v in typical.items() if other != rank]
             if others and value > 3 * max(others) and value > 0.2 * step_s:
                 reason = f"rank {rank} {words} for {value:.3g} s per step, the others at most {max(others):.3g} s"
                 alarms.append(Alarm("slow_rank", "note", reason, rank, {what: typical}))
-    return alarms + _starved(history, window)
+    return alarms + _starved(history)
 
 
-def _starved(history: RunHistory, window: int) -> list[Alarm]:
+def _starved(history: RunHistory) -> list[Alarm]:
     """Report a rank that spends more than half of each step waiting for data; no reason to stop."""
     for rank in history.ranks.values():
-        fetch = rank.typical("dt_fetch_s", window)
-        if fetch is not None and len(rank.step_times) >= window and fetch > 0.5 * median(rank.step_times) > 0:
+        fetch = rank.typical("dt_fetch_s", JUDGED_STEPS)
+        if fetch is not None and len(rank.step_times) >= JUDGED_STEPS and fetch > 0.5 * median(rank.step_times) > 0:
             share = min(1.0, fetch / median(rank.step_times))
             reason = f"rank {rank.rank} spends {share:.0%} of each step waiting for data ({fetch:.3g} s)"
             return [Alarm("starved_of_data", "note", reason, rank.rank, {"dt_fetch_s": fetch})]
