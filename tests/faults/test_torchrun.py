@@ -115,8 +115,7 @@ def test_a_torchrun_typed_by_hand_is_bound_to_loopback_too(tmp_path) -> None:
 def test_usr1_gives_the_stacks_of_every_rank_and_training_continues(asked_for_stacks) -> None:
     ranks = {path.name.split("_")[1] for path in asked_for_stacks.run.stackdumps()}
     assert ranks == {"rank0", "rank1"}
-    busy = {"slow_rank"}  # a machine with other work may slow one of two ranks
-    assert [event for event in asked_for_stacks.events() if event not in busy] == ["start", "end"]
+    assert asked_for_stacks.events() == ["start", "end"]
 
 
 def test_a_killed_rank_is_restarted_and_the_weights_end_identical(two_ranks, asked_for_stacks, tmp_path) -> None:
