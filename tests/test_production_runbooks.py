@@ -119,7 +119,7 @@ PHASE_BY_HAND = [
 @pytest.mark.parametrize(("smoke", "out", "written"), PHASE_BY_HAND, ids=["smoke", "tuned", "tensorboard"])
 def test_a_phase_by_hand(checkout: Checkout, smoke: str, out: str, written: dict[str, bool]) -> None:
     """With NSA_TB_DISABLE=1 on two processes, which read the stream and get USR1; once is enough for that."""
-    ranks, steps = (2, 40) if "NSA_TB_DISABLE=1" in smoke else (1, 3)
+    ranks, steps = (2, 120) if "NSA_TB_DISABLE=1" in smoke else (1, 3)  # 120: still training when USR1 comes
     small = " ".join([*MINIATURE, *HUB]) if ranks == 2 else SMALL
     run = checkout.start(f"env {smoke} {small} train.steps={steps}".replace("node=2", f"node={ranks}"))
     if ranks == 2:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,13 +86,14 @@ def verify_packed(
     """Compare `backend` with the reference on a row of packed documents; the last one is empty.
 
     The row repeats the documents so many `times`, and the last repetition is compared: long rows take other kernels.
-    Kernels are also chosen by `max_seqlen`, by default the tokens of one repetition.
+    Kernels are also chosen by `max_seqlen`, by default the tokens of one repetition; a longer document raises it.
     """
     tokens = tokens or odd_length(spec)
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens)
     ends = (0, 1, tokens // 8, tokens // 2, tokens, tokens)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    return _agreement("packed", WHOLE, inputs, spec, backend, offsets, times, max_seqlen or tokens)
+    bound = max(max_seqlen or tokens, *(end - begin for begin, end in pairwise(ends)))
+    return _agreement("packed", WHOLE, inputs, spec, backend, offsets, times, bound)
 
 
 def verify_batch(

@@ -201,9 +201,10 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
     if not specializes_warps(q, dout):
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
-    prefix = prefix_of(q, k_sel, v_sel, dout, Rows(lse_sel, weights[1], delta[1]), spec)
-    has_lists = prefix is None or shape.length > prefix[0].window
-    left, scale = parts_left(q, ids, spec) if has_lists else None, bands[0][0].scale
+    prefix = None
+    if shape.length > spec.n_sel * spec.l_sel:  # else no token is left for the lists, which smaller calls still have
+        prefix = prefix_of(q, k_sel, v_sel, dout, Rows(lse_sel, weights[1], delta[1]), spec)
+    left, scale = parts_left(q, ids, spec), bands[0][0].scale
 
     def query_gradient() -> list[Tensor]:
         dq = torch.zeros_like(q)
@@ -218,8 +219,7 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         of_keys = selected_backward(q, k_sel, v_sel, ids, *gradients, spec, trusted=True, dense=bands, prefix=prefix)
         return [*of_keys, dq]
 
-    if has_lists:
-        yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
+    yield KernelCall("halves" if takes_halves(q, R) else "backward", backward)
     if not (copies_blocks(q, k_sel, v_sel, spec) or tokens_of_boxes(q, k_sel, v_sel, spec)):
         yield union_call(shape, device)
 

@@ -54,6 +54,11 @@ def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(mo
     assert "packed out" in {check.name for check in verify_packed(*shape) if not check.passed}
 
 
+def test_documents_that_exceed_the_trained_length_are_no_failure():
+    checks = verify_packed(DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 97, max_seqlen=16)
+    assert len(checks) == 9 and all(check.passed for check in checks)
+
+
 def test_the_last_documents_of_a_long_row_are_compared(monkeypatch):
     shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 27)
     checks = verify_packed(*shape, times=3)

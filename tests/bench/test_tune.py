@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,10 +139,22 @@ def test_kernels_that_others_replace_on_hopper_are_not_timed(
     assert [each.kernel for each in kernel_calls(M7C, torch.device("meta"))] == timed
 
 
-def test_where_every_token_chooses_every_block_there_are_no_lists_to_time(
+def test_lists_are_timed_even_where_large_calls_have_none(
     launched: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_module, "prefix_of", lambda *inputs: (SimpleNamespace(window=1024), None))
-    for length, timed in ((1024, False), (2048, True)):
-        names = [each.kernel for each in kernel_calls(replace(M7C, length=length), torch.device("meta"))]
-        assert "dq" in names and ("backward" in names) == timed
+    """A large call of sequences of 1,024 tokens is nothing but prefixes; in a small one, lists have every token."""
+    prefixes: list[object] = []
+
+    def write_query_gradient(*arguments: object) -> None:
+        *_, left, prefix = arguments
+        assert left is not None
+        prefixes.append(prefix)
+
+    monkeypatch.setattr(tune_module, "prefix_of", lambda *inputs: "prefix")
+    monkeypatch.setattr(tune_module, "write_query_gradient", write_query_gradient)
+    monkeypatch.setattr(tune_module, "selected_backward", lambda *_, prefix, **__: prefixes.append(prefix) or [])
+    for length in (1024, 2048):
+        calls = {each.kernel: each.call for each in kernel_calls(replace(M7C, length=length), torch.device("meta"))}
+        calls["dq"]()
+        calls["backward"]()
+    assert prefixes == [None, None, "prefix", "prefix"]
