@@ -202,7 +202,7 @@ def kernel_calls(shape: TuneShape, device: torch.device) -> Iterator[KernelCall]
         yield KernelCall(dkv, lambda: [x for band in bands for x in key_gradients(q, *band, dout)])
 
     prefix = None
-    if shape.length > spec.n_sel * spec.l_sel:  # else no token is left for the lists, which smaller calls still have
+    if shape.length > spec.n_sel * spec.l_sel:  # a shorter call of this size has no lists, but smaller calls do
         prefix = prefix_of(q, k_sel, v_sel, dout, Rows(lse_sel, weights[1], delta[1]), spec)
     left, scale = parts_left(q, ids, spec), bands[0][0].scale
 

@@ -27,7 +27,7 @@ SLOW_STRETCHES = 4  # in a row
 STRETCH_S = 30.0  # throughput is compared over stretches of at least this time and STRETCH_STEPS steps
 STRETCH_STEPS = 5
 SETTLED_STEPS = 100  # timed steps of one process after which its longest step is known well
-JUDGED_STEPS = 20  # of a rank, whose median decides whether it is slow or starved of data
+JUDGED_STEPS = 20  # the median of so many steps decides whether a rank is slow or starved of data
 DEAD_AFTER_S = 3.0  # of a process that just ended the last beats may be unread, and its parent may not have noticed
 LONGEST_TICK_S = 30.0  # a longer gap between two looks means that the watchdog itself did not run
 
