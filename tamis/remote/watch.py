@@ -29,7 +29,7 @@ from tamis.run.files.console import printable, printable_line, say
 HEADING = ("host", "state", "step", "loss", "tok/s", "run")
 WRONG_STATES = ("crashed", "failed", "unreachable")
 POSITION = "\x1e"  # begins a line of `tamis logs --positions` that holds an offset
-PORTS = range(20_000, 60_000)
+PORTS = range(20_000, 32_768)  # of a host; from 32,768 on, Linux gives them to outgoing connections
 
 
 def print_table(hosts: list[Host]) -> int:
