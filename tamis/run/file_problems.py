@@ -14,7 +14,7 @@ from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.info import parse_info
 from tamis.run.files.manifest import read_manifest
 from tamis.run.files.reading import open_to_read, parse_json_line, read_bytes, read_json, read_last_lines, read_text
-from tamis.run.supervise.sampler import parse_usage, usage_csv
+from tamis.run.supervise.usage import parse_usage, usage_csv
 
 TAIL_BYTES = 16 << 10  # of a file of lines
 MOST_LOCK_BYTES = 64 << 10
@@ -46,7 +46,7 @@ def _checks(run: RunDirectory) -> list[tuple[Path, Callable[[Path], Any]]]:
         *((path, _lines_of(Heartbeat.from_line)) for path in run.heartbeats().values()),
         (run.training_csv, _lines_of(lambda line: parse_row(line, 4))),
         (run.val_csv, _lines_of(lambda line: parse_row(line, 3))),
-        (usage_csv(run), _lines_of(lambda line: parse_usage(line.decode(errors="replace")))),
+        (usage_csv(run), _lines_of(parse_usage)),
         *((path, _check_regular) for path in (run.train_log, run.path / "launch.log")),
         *((run.manifest(step), read_manifest) for step in run.checkpoints()),
     ]

@@ -22,12 +22,15 @@ CREEP_GIB = 0.5
 CREEP_SHARE = 0.05
 PLAUSIBLE_LOSS = {"gpt2": 1.0, "byte": 0.3}  # nats per token; models a hundred times larger stay above on unseen text
 
-# Speed (supervise/stall_rules.py, supervise/history.py)
+# Speed (supervise/stall_rules.py, supervise/history.py, supervise/usage.py)
 SLOW_STRETCHES = 4  # in a row
 STRETCH_S = 30.0  # throughput is compared over stretches of at least this time and STRETCH_STEPS steps
 STRETCH_STEPS = 5
 SETTLED_STEPS = 100  # timed steps of one process after which its longest step is known well
 JUDGED_STEPS = 20  # the median of so many steps decides whether a rank is slow or starved of data
+SLOWED_WITHIN_S = 60.0  # a GPU that heat or a fault slows down in more than SLOWED_SHARE of its samples of this time
+SLOWED_SHARE = 0.5
+LEAST_GPU_SAMPLES = 30
 DEAD_AFTER_S = 3.0  # of a process that just ended the last beats may be unread, and its parent may not have noticed
 LONGEST_TICK_S = 30.0  # a longer gap between two looks means that the watchdog itself did not run
 

@@ -24,7 +24,8 @@ from tamis.run.handover import bundle
 from tamis.run.limits import Limits
 from tamis.run.locate import existing_run
 from tamis.run.monitor.command import show_run
-from tamis.run.supervise.sampler import refresh_eta, usage_csv
+from tamis.run.supervise.sampler import refresh_eta
+from tamis.run.supervise.usage import HEADER, usage_csv
 from tamis.run.supervise.watchdog import Watchdog
 from tests.run.fabricate import Story, config_of, fabricate
 
@@ -152,7 +153,7 @@ def prepared_run(folder: Path) -> Path:
     texts = dict.fromkeys(("title", "directory", "judged_at", "key", "verdict"), "x")
     record = {"phase": 1, "go": True, "findings": [finding], **texts}
     (run.path / "go_no_go.json").write_text(json.dumps({"phases": [record]}))
-    usage_csv(run).write_text("ts,gpu,used_mib,total_mib,utilisation_percent\n1780000010.0,0,1,2,90\n")
+    usage_csv(run).write_text(f"{HEADER}\n1780000010.0,0,1,2,90,1200,640,88,heat\n")
     for lock in (run.lock, run.launch_lock, run.trainer_lock):
         lock.write_text('{"pid": 4194400, "host": "h", "purpose": "train"}\n')
     return run.path

@@ -18,7 +18,7 @@ from tamis.run.files.heartbeat import Heartbeat, read_heartbeats
 from tamis.run.files.info import read_info
 from tamis.run.files.reading import is_regular, read_last_lines, read_text
 from tamis.run.files.records import utc
-from tamis.run.supervise.sampler import UsageSample, read_usage, usage_csv
+from tamis.run.supervise.usage import UsageSample, read_usage, usage_csv
 
 MOST_CSV_BYTES = 256 << 20
 LOGS = ("launch.log", "smoke.log", "train.log")

@@ -79,8 +79,13 @@ def gpus_are_there_and_free(subject: Subject) -> Finding:
             "runtime.device is cuda" if subject.config.runtime.device == "cuda" else "runtime.production is true"
         )
         return failed(f"no GPU found, but {required_by}", "use a machine with a GPU, or set runtime.device: cpu")
-    listing = ", ".join(f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free" for gpu in subject.gpus)
+    listing = "; ".join(_gpu_text(gpu) for gpu in subject.gpus)
     return pass_if(all(gpu.used_mib <= FOREIGN_GPU_MIB for gpu in subject.gpus), listing)
+
+
+def _gpu_text(gpu: Gpu) -> str:
+    words = f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free"
+    return f"{words}, {gpu.speed.handicap}" if gpu.speed.handicap else words
 
 
 def finishes_in_time(subject: Subject) -> Finding:

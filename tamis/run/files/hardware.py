@@ -9,7 +9,7 @@ import importlib
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,41 @@ from typing import Any
 import psutil
 
 from tamis.run.files.reading import MIB
+
+SLOWDOWNS = {
+    0x60: "heat",
+    0x80: "power brake",
+    0x08: "hardware protection",
+    0x04: "power limit",
+    0x02: "application clocks",
+}  # bits of NVML's clocks event reasons; the others do not slow down a GPU that computes alone
+FAULTS = ("heat", "power brake", "hardware protection")  # others are settings, or the power limit of a busy GPU
+PROTECTION = 0x08
+PROTECTED_FROM = 0xC0  # heat and the power brake, which set PROTECTION as well
+
+
+@dataclass(frozen=True)
+class GpuSpeed:
+    """How fast a GPU may run at this moment. None: the driver does not say."""
+
+    clock_mhz: int | None = None  # of the multiprocessors
+    top_clock_mhz: int | None = None
+    power_w: int | None = None
+    power_limit_w: int | None = None
+    default_power_limit_w: int | None = None
+    temperature_c: int | None = None
+    slowed_by: tuple[str, ...] = ()  # values of SLOWDOWNS
+
+    @property
+    def handicap(self) -> str:
+        """What makes this GPU slower than others of its model, in words; empty where nothing does."""
+        words = []
+        limit, default = self.power_limit_w, self.default_power_limit_w
+        if limit is not None and default is not None and limit < default:
+            words.append(f"limited to {limit} of {default} W")
+        if faults := [cause for cause in self.slowed_by if cause in FAULTS]:
+            words.append(f"slowed by {' and '.join(faults)}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -29,6 +64,7 @@ class Gpu:
     driver: str
     uuid: str = ""
     nvlink: bool = False  # at least one active link to another GPU
+    speed: GpuSpeed = GpuSpeed()
 
     @property
     def used_mib(self) -> int:
@@ -120,22 +156,51 @@ def _read_gpu(nvml: Any, index: int, driver: str) -> Gpu:
         utilisation_percent=_utilisation(nvml, handle),
         driver=driver,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        nvlink=_has_nvlink(nvml, handle),
+        nvlink=bool(_ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, 0)),
+        speed=_read_speed(nvml, handle),
     )
 
 
 def _utilisation(nvml: Any, handle: Any) -> int | None:
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    return None if rates is None else int(rates.gpu)
+
+
+def _read_speed(nvml: Any, handle: Any) -> GpuSpeed:
+    def watts(read: Callable[..., Any]) -> int | None:
+        milliwatts = _ask(nvml, read, handle)
+        return None if milliwatts is None else round(milliwatts / 1000)
+
+    reasons = _clocks_event_reasons(nvml, handle)
+    if reasons & PROTECTED_FROM:
+        reasons &= ~PROTECTION
+    return GpuSpeed(
+        clock_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        top_clock_mhz=_ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        power_w=watts(nvml.nvmlDeviceGetPowerUsage),
+        power_limit_w=watts(nvml.nvmlDeviceGetEnforcedPowerLimit),
+        default_power_limit_w=watts(nvml.nvmlDeviceGetPowerManagementDefaultLimit),
+        temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        slowed_by=tuple(cause for bits, cause in SLOWDOWNS.items() if bits & reasons),
+    )
+
+
+def _clocks_event_reasons(nvml: Any, handle: Any) -> int:
+    """A mask; 0 where the driver does not say. Drivers before 535 have the second function alone."""
+    for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+        read = getattr(nvml, name, None)  # older bindings lack the first, and later ones will lack the second
+        reasons = None if read is None else _ask(nvml, read, handle)
+        if reasons is not None:
+            return int(reasons)
+    return 0
+
+
+def _ask(nvml: Any, read: Callable[..., Any], *arguments: Any) -> Any:
+    """The driver's answer; None where it has none."""
     try:
-        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return read(*arguments)
     except nvml.NVMLError:
         return None
-
-
-def _has_nvlink(nvml: Any, handle: Any) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetNvLinkState(handle, 0))
-    except nvml.NVMLError:
-        return False
 
 
 def _cpu_model() -> str:

@@ -59,7 +59,7 @@ def describe_run(
         "tokenizer": config.data.tokenizer,
         "precision": config.runtime.precision,
         "gpu_count": len(gpus),
-        "gpus": [f"{gpu.name}, {gpu.total_mib} MiB" for gpu in gpus],
+        "gpus": [", ".join(filter(None, (gpu.name, f"{gpu.total_mib} MiB", gpu.speed.handicap))) for gpu in gpus],
         "driver": gpus[0].driver if gpus else None,
         "torch": package_versions()["torch"],
         "cuda_of_torch": cuda_of_torch(),
@@ -152,6 +152,12 @@ def git_commit(repository: Path) -> str:
         with suppress(OSError):
             commit = read_text(repository / SENT_COMMIT, most=200).strip()
     return commit or "unknown: not a git checkout"
+
+
+def measured_commit(repository: Path) -> str:
+    """The commit, followed by `-dirty` where files of the package differ from it."""
+    changed = _git(repository, "status", "--porcelain", "--", "tamis")
+    return f"{git_commit(repository)}-dirty" if changed else git_commit(repository)
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

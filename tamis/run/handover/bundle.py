@@ -35,7 +35,7 @@ from tamis.run.files.records import utc, write_text_atomic
 from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
 from tamis.run.locate import existing_run
-from tamis.run.supervise.sampler import usage_csv
+from tamis.run.supervise.usage import usage_csv
 
 WEIGHTS = "weights.safetensors"
 SUMS = "SHA256SUMS"

@@ -9,6 +9,7 @@ from typing import Protocol
 from tamis.run.checks.evidence import Evidence, TrainingRow, ValidationRow
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.identity import CONFIG_CHANGED
+from tamis.run.supervise.usage import UsageSample
 
 Series = dict[str, list[tuple[float, float]]]  # name → points
 BRANCHES = ("compressed", "selected", "window")
@@ -86,13 +87,24 @@ def selection_curves(evidence: Evidence) -> Series:
 
 
 def utilisation_curves(evidence: Evidence) -> Series:
-    """Utilisation over minutes since the first sample: the samples carry no step."""
+    return _usage_curves(evidence, lambda sample: sample.utilisation_percent)
+
+
+def clock_curves(evidence: Evidence) -> Series:
+    return _usage_curves(evidence, lambda sample: sample.clock_mhz)
+
+
+def power_curves(evidence: Evidence) -> Series:
+    return _usage_curves(evidence, lambda sample: sample.power_w)
+
+
+def _usage_curves(evidence: Evidence, value: Callable[[UsageSample], int | None]) -> Series:
+    """One curve per GPU over minutes since the first sample: the samples carry no step."""
     start = evidence.usage[0].ts if evidence.usage else 0.0
     series: Series = {}
     for sample in evidence.usage:
-        if sample.utilisation_percent is not None:
-            point = ((sample.ts - start) / 60, float(sample.utilisation_percent))
-            series.setdefault(f"GPU {sample.gpu}", []).append(point)
+        if (number := value(sample)) is not None:
+            series.setdefault(f"GPU {sample.gpu}", []).append(((sample.ts - start) / 60, float(number)))
     return series
 
 

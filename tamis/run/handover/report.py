@@ -59,6 +59,8 @@ CHARTS = (
     Chart("Selection, mean of the layers", curves.selection_curves, "shares, 0 to 1"),
     Chart("GPU memory allocated", curves.memory_curves, "GiB"),
     Chart("GPU utilisation", curves.utilisation_curves, "percent", over="minutes"),
+    Chart("GPU clock", curves.clock_curves, "MHz", over="minutes"),
+    Chart("GPU power", curves.power_curves, "W", over="minutes"),
 )
 
 

@@ -20,6 +20,7 @@ from tamis.run.monitor.ranks import RankView, State, activity
 from tamis.run.supervise.health_rules import health_alarms, save_alarms
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import patience, stall_alarms
+from tamis.run.supervise.usage import read_recent_usage, slowed_gpus
 
 MOST_ANOMALY_BYTES = 64 << 10
 
@@ -36,6 +37,7 @@ def find_alerts(
     beats: dict[int, list[Heartbeat]],
     ranks: list[RankView],
     state: State,
+    now: float,
 ) -> list[Alert]:
     """Return alerts, problems first."""
     limits = limits_for(config) if config else Limits()
@@ -44,6 +46,7 @@ def find_alerts(
     alerts = [*_from_files(directory), *_from_numbers(history, limits), *_failed_saves(history), *_copies(directory)]
     if state == "running":
         alerts += _silent_ranks(history, ranks, limits)
+        alerts += [Alert("note", alarm.reason) for alarm in slowed_gpus(read_recent_usage(directory), now)]
     if config and state in ("running", "starting", "restarting"):
         alerts += _disk(directory, config)
     return sorted(alerts, key=lambda alert: alert.level != "problem")

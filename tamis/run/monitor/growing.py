@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from tamis.run.checks.evidence import parse_row
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat, HeartbeatFollower, previous_file, read_heartbeats
 from tamis.run.files.reading import lines_after, open_to_read, sample_lines
+from tamis.run.supervise.usage import UsageSample, parse_usage, usage_csv
 
 BEATS_OF_RANK_0 = 3000  # about a thousand steps: enough for recent curves and a steady ETA
 BEATS_OF_OTHERS = 60
@@ -18,13 +21,15 @@ SAMPLED_ROWS = 2000  # more than a screen can show
 TAIL_BYTES = 256 << 10  # of a CSV file, read without sampling
 MOST_ROWS = 20_000  # kept; beyond it every second of the older rows is dropped
 
+Row = TypeVar("Row")
+
 
 class GrowingFiles:
     """The heartbeats and CSV rows of the runs that one monitor shows."""
 
     def __init__(self) -> None:
         self._beats: dict[Path, _RecentBeats] = {}
-        self._rows: dict[Path, _SampledRows] = {}
+        self._rows: dict[Path, _SampledRows[Any]] = {}
 
     def beats(self, directory: RunDirectory) -> dict[int, list[Heartbeat]]:
         """The newest heartbeats of each rank, oldest first."""
@@ -35,8 +40,13 @@ class GrowingFiles:
         return {rank: self._beats[path].read() for rank, path in files.items()}
 
     def rows(self, path: Path, columns: int) -> list[list[float]]:
-        """Rows of a CSV file: a sample of the older ones, and all of the newest."""
-        return self._rows.setdefault(path, _SampledRows(path, columns)).read()
+        """Rows of numbers of a CSV file: a sample of the older ones, and all of the newest."""
+        return self._rows.setdefault(path, _SampledRows(path, lambda line: parse_row(line, columns))).read()
+
+    def usage(self, directory: RunDirectory) -> list[UsageSample]:
+        """The same of gpu_usage.csv."""
+        path = usage_csv(directory)
+        return self._rows.setdefault(path, _SampledRows(path, parse_usage)).read()
 
 
 class _RecentBeats:
@@ -50,13 +60,13 @@ class _RecentBeats:
         return list(self._beats)
 
 
-class _SampledRows:
-    def __init__(self, path: Path, columns: int) -> None:
-        self._path, self._columns = path, columns
-        self._rows: list[list[float]] = []
+class _SampledRows(Generic[Row]):
+    def __init__(self, path: Path, parse: Callable[[bytes], Row | None]) -> None:
+        self._path, self._parse = path, parse
+        self._rows: list[Row] = []
         self._inode = self._offset = 0
 
-    def read(self) -> list[list[float]]:
+    def read(self) -> list[Row]:
         try:
             with open_to_read(self._path) as file:
                 state = os.fstat(file.fileno())
@@ -67,7 +77,7 @@ class _SampledRows:
                     lines, self._offset = lines_after(file, self._offset, TAIL_BYTES)
         except OSError:
             return []
-        self._rows += [row for line in lines if (row := parse_row(line, self._columns)) is not None]
+        self._rows += [row for line in lines if (row := self._parse(line)) is not None]
         if len(self._rows) > MOST_ROWS:
             half = MOST_ROWS // 2
             self._rows = self._rows[:-half:2] + self._rows[-half:]

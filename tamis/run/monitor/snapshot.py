@@ -202,7 +202,7 @@ def _read(directory: RunDirectory, now: float, gpus: list[Gpu], files: GrowingFi
         gpus=gpus,
         checkpoints=_checkpoint_views(directory),
         copies=_copies_view(directory, now),
-        alerts=find_alerts(directory, config, beats, ranks, state),
+        alerts=find_alerts(directory, config, beats, ranks, state, now),
         events=_recent_events(directory, beats.get(0, [])),
         samples=_last_samples(directory),
     )

@@ -7,7 +7,7 @@ import math
 from tamis.run.cost import Spent, money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import counted, printable_line
-from tamis.run.files.hardware import Gpu
+from tamis.run.files.hardware import Gpu, GpuSpeed
 from tamis.run.files.records import utc
 from tamis.run.monitor.ranks import RankView
 from tamis.run.monitor.snapshot import GateView, Snapshot
@@ -217,4 +217,17 @@ def _rank_line(view: RankView) -> str:
 def _gpu_line(gpu: Gpu) -> str:
     busy = "busy ?" if gpu.utilisation_percent is None else f"busy {gpu.utilisation_percent:3d}%"
     share = gpu.used_mib / gpu.total_mib if gpu.total_mib else 0.0
-    return f"GPU {gpu.index}  {busy}  {bar(share, 10)} {gpu.used_mib:,}/{gpu.total_mib:,} MiB  {gpu.name}"
+    memory = f"{bar(share, 10)} {gpu.used_mib:,}/{gpu.total_mib:,} MiB"
+    return "  ".join([f"GPU {gpu.index}", busy, memory, *_speed_words(gpu.speed), gpu.name])
+
+
+def _speed_words(speed: GpuSpeed) -> list[str]:
+    clock, power, heat = speed.clock_mhz, speed.power_w, speed.temperature_c
+    words = [] if clock is None else [_out_of(clock, speed.top_clock_mhz, "MHz")]
+    words += [] if power is None else [_out_of(power, speed.power_limit_w, "W")]
+    words += [] if heat is None else [f"{heat} °C"]
+    return [*words, f"slowed by {', '.join(speed.slowed_by)}"] if speed.slowed_by else words
+
+
+def _out_of(value: int, most: int | None, unit: str) -> str:
+    return f"{value:,} {unit}" if most is None else f"{value:,}/{most:,} {unit}"

@@ -24,6 +24,7 @@ from tamis.run.supervise.escalation import Escalation
 from tamis.run.supervise.health_rules import health_alarms, save_alarms
 from tamis.run.supervise.history import RunHistory
 from tamis.run.supervise.stall_rules import stall_alarms
+from tamis.run.supervise.usage import read_recent_usage, slowed_gpus
 
 FULL_DISK_BYTES = 1 << 20
 REPEAT_NOTE_AFTER_S = 600.0
@@ -54,6 +55,7 @@ class Watchdog:
         self.history.note_dead([rank for rank, state in states.items() if state == "dead"])
         alarms = stall_alarms(self.history, states, self.limits, disk_is_full=_is_full(self.run.path))
         alarms += [*health_alarms(self.history, self.limits), *save_alarms(self.history), *self._unreadable_files()]
+        alarms += slowed_gpus(read_recent_usage(self.run), time.time())
         return [alarm for alarm in alarms if self._is_news(alarm)]
 
     def catch_up(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tamis.config import Config, build_config
 from tamis.run.checks import machine, preflight
 from tamis.run.checks.machine import MACHINE_CHECKS, Subject
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.hardware import Gpu
+from tamis.run.files.hardware import Gpu, GpuSpeed
 from tamis.run.files.lock import RunLock
 
 FREE_GPU = Gpu(0, "Card 80", 81_920, 81_000, 0, "580.65.06")
@@ -86,6 +87,13 @@ def test_a_gpu_in_use_by_another_process_is_refused_by_name(tmp_path):
     assert found.status == "fail"
     assert "1: Card 80 60000 of 81920 MiB free" in found.evidence
     assert "nvidia-smi" in found.remedy
+
+
+def test_a_gpu_that_is_slower_than_others_of_its_model_is_named(tmp_path):
+    slow = replace(FREE_GPU, speed=GpuSpeed(power_limit_w=350, default_power_limit_w=700, slowed_by=("heat",)))
+    found = result_of("GPUs are there and free", subject(tmp_path, [FREE_GPU, slow], device="auto"))
+    assert found.status == "pass"
+    assert found.evidence.endswith("81920 MiB free, limited to 350 of 700 W, slowed by heat")
 
 
 def test_production_on_two_cpu_cores_is_refused_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tamis.run.files.events import Alarm, EventLog
 from tamis.run.files.lock import RunLock
 from tamis.run.files.manifest import write_manifest
 from tamis.run.locate import NoSuchRun
-from tamis.run.supervise.sampler import UsageSample
+from tamis.run.supervise.usage import UsageSample
 from tests.run.fabricate import Story, fabricate
 
 

@@ -26,12 +26,17 @@ CARD_MIB = {
 class FakeNvml:
     """The handful of NVML calls we use, over a list of (name, total MiB)."""
 
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
     class NVMLError(Exception):
         pass
 
-    def __init__(self, cards, *, driver_loaded=True, nvlink=False, tells_utilisation=True, lost=()):
+    def __init__(
+        self, cards, *, driver_loaded=True, nvlink=False, tells_utilisation=True, lost=(), reasons=0, limit_w=700
+    ):
         self.cards, self.driver_loaded, self.lost = cards, driver_loaded, lost
         self.nvlink, self.tells_utilisation = nvlink, tells_utilisation
+        self.reasons, self.limit_w = reasons, limit_w
         self.is_open = False
 
     def nvmlInit(self):
@@ -73,6 +78,42 @@ class FakeNvml:
             raise self.NVMLError("Not Supported")
         return 1
 
+    def nvmlDeviceGetClockInfo(self, handle, clock):
+        return {self.NVML_CLOCK_SM: 1695}[clock]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, clock):
+        return {self.NVML_CLOCK_SM: 1980}[clock]
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 698_734
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle):
+        return self.limit_w * 1000
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle):
+        return 700_000
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return {self.NVML_TEMPERATURE_GPU: 61}[sensor]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        return self.reasons
+
+
+class OlderNvml(FakeNvml):
+    """Bindings without the newer name, and a driver that leaves most questions without an answer."""
+
+    nvmlDeviceGetCurrentClocksEventReasons = property()  # an AttributeError, as for a name that does not exist
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return self.reasons
+
+    def _is_refused(self, *arguments):
+        raise self.NVMLError("Not Supported")
+
+    nvmlDeviceGetClockInfo = nvmlDeviceGetMaxClockInfo = nvmlDeviceGetPowerUsage = _is_refused
+    nvmlDeviceGetEnforcedPowerLimit = nvmlDeviceGetTemperature = _is_refused
+
 
 def machine(*sizes: str, **options) -> list[Gpu]:
     return read_gpus(FakeNvml([(f"Card {size}", CARD_MIB[size]) for size in sizes], **options), {})
@@ -92,6 +133,45 @@ def test_a_machine_without_driver_has_no_gpus():
 
 def test_a_driver_without_utilisation_is_not_read_as_idle():
     assert machine("80", tells_utilisation=False)[0].utilisation_percent is None
+
+
+def test_clock_power_and_temperature_are_read():
+    speed = machine("141")[0].speed
+    assert (speed.clock_mhz, speed.top_clock_mhz, speed.temperature_c) == (1695, 1980, 61)
+    assert (speed.power_w, speed.power_limit_w, speed.default_power_limit_w) == (699, 700, 700)
+    assert (speed.slowed_by, speed.handicap) == ((), "")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "slowed_by", "handicap"),
+    [
+        (0x01, (), ""),  # idle
+        (0x04, ("power limit",), ""),  # a busy GPU
+        (0x10 | 0x100, (), ""),  # the clocks of a group of GPUs, and of a display
+        (0x20, ("heat",), "slowed by heat"),
+        (0x40 | 0x08, ("heat",), "slowed by heat"),  # protection, and from what
+        (0x80 | 0x08 | 0x04, ("power brake", "power limit"), "slowed by power brake"),
+        (0x08, ("hardware protection",), "slowed by hardware protection"),
+        (0x60 | 0x80, ("heat", "power brake"), "slowed by heat and power brake"),
+    ],
+)
+@pytest.mark.parametrize("nvml", [FakeNvml, OlderNvml])
+def test_what_slows_a_gpu_down_is_named(nvml, reasons, slowed_by, handicap):
+    (gpu,) = read_gpus(nvml([("Card", 81_920)], reasons=reasons), {})
+    assert (gpu.speed.slowed_by, gpu.speed.handicap) == (slowed_by, handicap)
+
+
+def test_what_the_driver_does_not_tell_stays_unknown():
+    speed = read_gpus(OlderNvml([("Card", 81_920)], limit_w=300), {})[0].speed
+    assert (speed.clock_mhz, speed.power_w, speed.power_limit_w, speed.temperature_c) == (None,) * 4
+    assert speed.handicap == ""
+
+
+def test_a_power_limit_below_the_default_is_named_before_anything_starts():
+    gpus = machine("80", "80", limit_w=350)
+    assert gpus[1].speed.handicap == "limited to 350 of 700 W"
+    assert "GPU 1 is limited to 350 of 700 W: expect less speed" in launch_plan(gpus, environment={}).reasons
+    assert not any("expect" in reason for reason in launch_plan(machine("80"), environment={}).reasons)
 
 
 def test_a_lost_gpu_is_an_error_and_not_a_smaller_machine():

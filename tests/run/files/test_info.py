@@ -1,13 +1,14 @@
 """run.info holds every field an operator needs, and no ETA before anything was measured."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tamis.config import load_config
 from tamis.config.size import parameter_count
-from tamis.run.files.hardware import Gpu
+from tamis.run.files.hardware import Gpu, GpuSpeed
 from tamis.run.files.info import ETA_UNKNOWN, altered_files, describe_run, git_commit, read_info, write_eta, write_info
 
 GPUS = [Gpu(i, "NVIDIA A100 80GB PCIe", 81_920, 81_000, 0, "570.1") for i in range(2)]
@@ -42,6 +43,20 @@ def test_the_parameter_count_is_the_true_one(info, config_file):
 def test_tokens_per_step_count_every_gpu(info):
     assert info["tokens_per_step"] == 2 * 2048
     assert info["tokens_planned"] == 2 * 2048 * 300
+
+
+def test_a_gpu_with_less_power_than_its_default_is_recorded(tmp_path, config_file):
+    slow = replace(GPUS[1], speed=GpuSpeed(power_limit_w=250, default_power_limit_w=300))
+    info = describe_run(
+        load_config(config_file),
+        config_path=config_file,
+        run_dir=tmp_path,
+        gpus=[GPUS[0], slow],
+        processes=2,
+        command=[],
+        repository=tmp_path,
+    )
+    assert info["gpus"][1] == "NVIDIA A100 80GB PCIe, 81920 MiB, limited to 250 of 300 W"
 
 
 def test_gpus_driver_and_launch_command_are_recorded(info):

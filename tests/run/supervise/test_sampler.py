@@ -7,7 +7,8 @@ import pytest
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.info import ETA_UNKNOWN, read_info, write_info
-from tamis.run.supervise.sampler import append_usage, eta_text, read_usage, refresh_eta, sampled, usage_csv
+from tamis.run.supervise.sampler import eta_text, refresh_eta, sampled
+from tamis.run.supervise.usage import append_usage, read_usage, usage_csv
 from tests.run.fabricate import GPUS, Story, config_of, fabricate
 
 

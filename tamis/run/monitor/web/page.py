@@ -26,7 +26,6 @@ from tamis.run.monitor.growing import GrowingFiles
 from tamis.run.monitor.snapshot import Snapshot, active_directory, read_snapshot
 from tamis.run.monitor.text import panel_lines, progress_line, quantity, seconds
 from tamis.run.phases import read_go_no_go
-from tamis.run.supervise.sampler import UsageSample, usage_csv
 
 PACKAGE = "tamis.run.monitor.web"
 MOST_POINTS = 240  # more than a phone shows
@@ -95,9 +94,7 @@ def _number(value: float | None, form: str) -> str | None:
 def _evidence(snapshot: Snapshot, files: GrowingFiles) -> Evidence:
     """The recent part of the run in the form that the report's curves take."""
     directory = active_directory(RunDirectory(snapshot.run_dir))
-    rows = files.rows(usage_csv(directory), columns=5)
-    usage = [UsageSample(row[0], int(row[1]), int(row[2]), int(row[3]), int(row[4])) for row in rows]
-    beats = files.beats(directory)
+    beats, usage = files.beats(directory), files.usage(directory)
     return Evidence(directory, None, {}, snapshot.training, snapshot.validation, beats, [], usage)
 
 

@@ -1,0 +1,120 @@
+"""gpu_usage.csv, and the note on a GPU that heat or a fault of the machine slows down."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tamis.run.checks.evidence import read_evidence
+from tamis.run.files.directory import RunDirectory
+from tamis.run.files.hardware import GpuSpeed
+from tamis.run.handover.report import report_page
+from tamis.run.limits import Limits
+from tamis.run.monitor.growing import GrowingFiles
+from tamis.run.monitor.snapshot import read_snapshot
+from tamis.run.monitor.text import snapshot_text
+from tamis.run.monitor.web.page import page_state
+from tamis.run.supervise import usage
+from tamis.run.supervise.usage import UsageSample, append_usage, read_usage, slowed_gpus, usage_csv
+from tamis.run.supervise.watchdog import Watchdog
+from tests.run.fabricate import GPUS, Story, fabricate
+
+UNDER_WAY = Story(steps=30, planned_steps=1000, ending=None, ends_now=True, pid=os.getpid())
+FAST = GpuSpeed(1980, 1980, 640, 700, 700, 61)
+HOT = replace(FAST, clock_mhz=1200, temperature_c=88, slowed_by=("heat", "power limit"))
+
+
+def samples(gpu: int, *slowed_by: str, seconds: int = 60, before: float = 0.0) -> list[UsageSample]:
+    """One a second up to `before` seconds ago, where now is 1000."""
+    times = [1000.0 - before - second for second in range(seconds)][::-1]
+    return [UsageSample(ts, gpu, 1, 2, 90, 1200, 640, 88, slowed_by) for ts in times]
+
+
+def write_usage(run: RunDirectory, speeds: list[GpuSpeed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample a second of these GPUs over the last 50 seconds."""
+    now = time.time()
+    for second in range(50):
+        monkeypatch.setattr(usage.time, "time", lambda second=second: now - 50 + second)
+        append_usage(run, [replace(gpu, speed=speed) for gpu, speed in zip(GPUS, speeds, strict=True)])
+    monkeypatch.undo()
+
+
+def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    unknown = replace(GPUS[1], utilisation_percent=None)
+    append_usage(run, [replace(GPUS[0], speed=HOT), unknown])
+    first, second = read_usage(usage_csv(run))
+    assert first == UsageSample(first.ts, 0, 21_920, 81_920, 96, 1200, 640, 88, ("heat", "power limit"))
+    assert second == UsageSample(second.ts, 1, 21_920, 81_920, None)
+
+
+def test_rows_of_an_earlier_version_are_read_and_damaged_ones_left_out(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    rows = ["ts,gpu,used_mib,total_mib,utilisation_percent", "1780000010.0,0,1,2,90", "1780000011.0,0,1,2,", "1780000"]
+    usage_csv(run).write_text("\n".join([*rows, "1780000012.0,0,1,2,90,fast,640,61,", "a,b"]) + "\n")
+    append_usage(run, [replace(GPUS[0], speed=FAST)])
+    old, silent, new = read_usage(usage_csv(run))
+    assert (old.utilisation_percent, old.clock_mhz, old.slowed_by) == (90, None, ())
+    assert (silent.utilisation_percent, new.clock_mhz, new.power_w) == (None, 1980, 640)
+    assert GrowingFiles().usage(run) == [old, silent, new]
+
+
+@pytest.mark.parametrize(
+    ("recent", "shown"),
+    [
+        (samples(0, "heat"), "GPU 0 by heat (1,200 MHz, 88 °C)."),
+        (samples(0) + samples(3, "power brake", "hardware protection"), "GPU 3 by power brake and hardware protection"),
+        (samples(0, "heat") + samples(1, "power brake"), "GPU 0 by heat (1,200 MHz, 88 °C); GPU 1 by power brake"),
+        (samples(0, "heat", seconds=31) + samples(0, seconds=29, before=31), "GPU 0 by heat"),
+    ],
+)
+def test_a_gpu_slowed_down_for_most_of_a_minute_is_named(recent: list[UsageSample], shown: str) -> None:
+    (alarm,) = slowed_gpus(recent, now=1000.0)
+    assert (alarm.kind, alarm.severity) == ("slowed_gpu", "note")
+    assert f"slowed down: {shown}" in alarm.reason and "ask for cooling" in alarm.reason
+
+
+@pytest.mark.parametrize(
+    "recent",
+    [
+        [],
+        samples(0, "power limit", "application clocks"),  # what a busy GPU and a setting do
+        samples(0, "heat", seconds=29) + samples(0, seconds=31, before=29),
+        samples(0, "heat", seconds=20),  # the run has just begun
+        samples(0, "heat", before=61),  # and is over
+    ],
+    ids=["nothing", "normal", "for less than half a minute", "few samples", "long ago"],
+)
+def test_no_other_gpu_is(recent: list[UsageSample]) -> None:
+    assert slowed_gpus(recent, now=1000.0) == []
+
+
+def test_the_watchdog_notes_it_once_and_the_monitor_shows_it(tmp_path: Path, monkeypatch) -> None:
+    run = fabricate(tmp_path, UNDER_WAY)
+    write_usage(run, [FAST, HOT], monkeypatch)
+    watchdog = Watchdog(run, Limits())
+    assert [alarm.reason for alarm in watchdog.look() if alarm.kind == "slowed_gpu"] == [
+        "slowed down: GPU 1 by heat (1,200 MHz, 88 °C). The slowest GPU sets the speed of all: ask for cooling, or for "
+        "another machine"
+    ]
+    assert not [alarm for alarm in watchdog.look() if alarm.kind == "slowed_gpu"]
+    snapshot = read_snapshot(tmp_path, gpus=[replace(GPUS[0], speed=FAST), replace(GPUS[1], speed=HOT)])
+    assert [alert.level for alert in snapshot.alerts if "GPU 1 by heat" in alert.text] == ["note"]
+    text = snapshot_text(snapshot)
+    assert "1,980/1,980 MHz  640/700 W  61 °C  NVIDIA" in text
+    assert "1,200/1,980 MHz  640/700 W  88 °C  slowed by heat, power limit  NVIDIA" in text
+
+
+def test_report_and_live_page_draw_clock_and_power(tmp_path: Path, monkeypatch) -> None:
+    run = fabricate(tmp_path, UNDER_WAY)
+    page = report_page(read_evidence(run), {})
+    assert "GPU clock" not in page  # nothing was sampled
+    write_usage(run, [FAST, HOT], monkeypatch)
+    page = report_page(read_evidence(run), {})
+    titles = [chart["title"] for chart in page_state(tmp_path, GrowingFiles())["charts"]]
+    for title in ("GPU utilisation", "GPU clock", "GPU power"):
+        assert title in page and title in titles
