@@ -21,6 +21,7 @@ from tamis.attention.verify import verify
 from tamis.bench import branches
 from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.choices import count_choices
+from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.bench.model_inputs import layer_inputs, load_trained, shape_of_model
 from tamis.generate.load import LoadedModel
 
@@ -51,25 +52,24 @@ def measure_attention(
         raise ValueError("CUDA graphs need a GPU: leave --graph out")
     trained = load_trained(model, max(lengths), place.type) if model else None
     ceilings = measure_ceilings(place, dtype)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
-    print(f"{name}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
+    rows: list[dict[str, Any]] = []
+    document = begin_document("attention", place)
+    document |= {"dtype": str(dtype), "tokens": tokens, "graph": graph, **ceilings, "rows": rows}
+    print(f"{document['device']}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
     print(f"ceilings measured here: {ceilings['tflops']:.0f} TFLOP/s matmul, {ceilings['tb_per_s']:.2f} TB/s copy")
-    rows = []
-    for shape in [shape_of_model(trained)] if trained else [SHAPES[s] for s in shapes]:
-        check_agreement(shape, place, dtype)
-        mine = []
-        for length in lengths:
-            mine += measure_length(shape, length, tokens, place, dtype, repeats, ceilings, graph, trained)
-            print(f"{length:,} tokens, both directions: {_summary(mine, length)}", flush=True)
-        print_tables(shape, lengths, mine)
-        rows += mine
-    document = {"bench": "attention", "device": name, "dtype": str(dtype), "tokens": tokens, "graph": graph}
-    return {**document, **ceilings, "rows": rows}
+    with kept_when_interrupted(document):
+        for shape in [shape_of_model(trained)] if trained else [SHAPES[s] for s in shapes]:
+            check_agreement(shape, place, dtype)
+            for length in lengths:
+                rows += measure_length(shape, length, tokens, place, dtype, repeats, ceilings, graph, trained)
+                print(f"{length:,} tokens, both directions: {_summary(rows, shape, length)}", flush=True)
+            print_tables(shape, lengths, [row for row in rows if row["shape"] == shape.name])
+    return document
 
 
-def _summary(rows: list[dict[str, Any]], length: int) -> str:
+def _summary(rows: list[dict[str, Any]], shape: Shape, length: int) -> str:
     """The first results of one length, before the tables."""
-    timed = [row for row in rows if row["length"] == length and row["both_ms"]]
+    timed = [row for row in rows if (row["shape"], row["length"]) == (shape.name, length) and row["both_ms"]]
     shown = [row for row in timed if row["name"].startswith(("dense", "whole"))]
     return "; ".join(f"{row['name']} {row['choices']} {row['both_ms']:.3g} ms".replace("  ", " ") for row in shown)
 

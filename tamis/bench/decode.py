@@ -25,8 +25,9 @@ from tamis.attention import NSASpec
 from tamis.attention.decode import nsa_decode
 from tamis.attention.functional import describe
 from tamis.attention.verify import LIMIT
+from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.config import build_config
-from tamis.generate.load import precision_for, to_inference
+from tamis.generate.load import device_for, precision_for, to_inference
 from tamis.generate.sample import DecodeStep
 from tamis.model import Decoder
 
@@ -79,21 +80,21 @@ def measure_decoding(
 ) -> dict[str, Any]:
     """Measure every batch and length; write decode.csv and decode_summary.txt; print the table and the document."""
     spec = spec or NSASpec()
-    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    target = device_for(device)
     shape = DecodeShape(heads, groups, dim, precision_for(target, precision), target)
-    on = torch.cuda.get_device_name(target) if target.type == "cuda" else "cpu"
-    lines = [f"decode on {on}, {shape.dtype}, {heads} heads in {groups} groups of dim {dim}, {spec}"]
+    rows: list[dict[str, Any]] = []
+    sizes = {"dtype": str(shape.dtype), "heads": heads, "groups": groups, "dim": dim, "spec": vars(spec)}
+    document = begin_document("decode", target) | sizes | {"rows": rows}
+    lines = [f"decode on {document['device']}, {shape.dtype}, {heads} heads in {groups} groups of dim {dim}, {spec}"]
     lines += [describe(target, shape.dtype, dim), _titles()]
     print("\n".join(lines), flush=True)
-    rows = []
-    for length in lengths:
-        for batch in batches:
-            rows.append(measure_row(shape, spec, batch, length, repeats, with_model))
-            lines.append(_line(rows[-1]))
-            print(lines[-1], flush=True)
-    document = {"bench": "decode", "device": on, "dtype": str(shape.dtype), "heads": heads, "groups": groups,
-                "dim": dim, "spec": vars(spec), "rows": rows}  # fmt: skip
-    _write(Path(out_dir), rows, lines)
+    with kept_when_interrupted(document):
+        for length in lengths:
+            for batch in batches:
+                rows.append(measure_row(shape, spec, batch, length, repeats, with_model))
+                lines.append(_line(rows[-1]))
+                print(lines[-1], flush=True)
+        _write(Path(out_dir), rows, lines)
     print(json.dumps(document))
     return document
 

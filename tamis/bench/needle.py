@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention.layer import NSAAttention
+from tamis.bench.document import begin_document
 from tamis.bench.retrieval_tasks import RetrievalTask, RetrievalTexts, make_texts, retrieval_tasks, tokens_of_texts
 from tamis.config import Config, build_config
 from tamis.config.size import dense_twin, parameter_count
@@ -124,7 +125,7 @@ def measure_needle(
 ) -> dict[str, Any]:
     """Train NSA and its twin and measure them on fresh texts; write needle.json, print tables and the document."""
     setting, place = setting or NeedleSettings(), torch.device(device)
-    document: dict[str, Any] = {"bench": "needle", "setting": asdict(setting), "models": {}}
+    document = begin_document("needle", place) | {"setting": asdict(setting), "models": {}}
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     config = setting.config()

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from tamis.attention.functional import Backend, why_no_kernels
+from tamis.bench.document import begin_document, exit_code, kept_when_interrupted
 from tamis.config import Config, build_config
 from tamis.model import DTYPES, Decoder
 from tamis.run.files.records import write_json_atomic
-from tamis.train.distributed import choose_device, device_name
+from tamis.train.distributed import choose_device
 from tamis.train.step import autocast
 from tamis.train.tools.probe import measure_steps, random_batches
 
@@ -27,20 +28,21 @@ BACKENDS: dict[str, Backend] = {"sparse kernels": "auto", "reference": "referenc
 def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) -> int:
     """Measure every path that can run on this machine; print the table and write the document to `results`."""
     device = choose_device(config, 0)
-    document: dict[str, Any] = {"device": device_name(device), "config_hash": config.hash, "steps": steps, "rows": []}
-    print(f"{config.model.name} on {device_name(device)}, {config.tokens_per_step(1):,} tokens per step, {steps} steps")
+    rows: list[dict[str, Any]] = []
+    document = begin_document("paths", device) | {"config_hash": config.hash, "steps": steps, "rows": rows}
+    print(f"{config.model.name} on {document['device']}, {config.tokens_per_step(1):,} tokens per step, {steps} steps")
     paths = _paths(config, device)
     print(f"{'path':>14} {'tok/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'GiB':>6} {'first loss':>11}")
-    for path in paths:
-        row = _measure(path, config, device, steps, warmup)
-        document["rows"].append(row)
-        _print_row(row)
+    with kept_when_interrupted(document):
+        for path in paths:
+            rows.append(_measure(path, config, device, steps, warmup))
+            _print_row(rows[-1])
     results.mkdir(parents=True, exist_ok=True)
     file = results / f"paths_{time.strftime('%Y%m%d_%H%M%S')}.json"
     write_json_atomic(file, document)
     print(f"written to {file}")
     print(json.dumps(document))
-    return 0
+    return exit_code(document)
 
 
 def _paths(config: Config, device: torch.device) -> list[str]:

@@ -20,6 +20,7 @@ from tamis.attention import NSASpec, nsa
 from tamis.attention.verify import relative_rmse
 from tamis.bench.attention import measure
 from tamis.bench.branches import SHAPES, Shape, Timed
+from tamis.bench.document import begin_document, kept_when_interrupted
 
 Attention = Callable[..., Tensor]  # of q, k, v, gates and the NSASpec
 OURS: Attention = nsa
@@ -86,17 +87,17 @@ def measure_peers(
         if peer.name in skipped:
             print(f"{peer.name} is skipped: {skipped[peer.name]}; install it with: {peer.install}")
     installed = [peer for peer in peers if peer.name not in skipped]
-    name = torch.cuda.get_device_name(target) if target.type == "cuda" else "CPU"
-    print(
-        f"{name}, {dtype}, {sizes.heads} heads in {sizes.groups} groups of dim {sizes.dim}, {tokens:,} tokens per call"
-    )
+    rows: list[dict[str, Any]] = []
+    document = begin_document("peers", target) | {"dtype": str(dtype), "shape": shape, "skipped": skipped, "rows": rows}
+    heads = f"{sizes.heads} heads in {sizes.groups} groups of dim {sizes.dim}"
+    print(f"{document['device']}, {dtype}, {heads}, {tokens:,} tokens per call")
     print(f"{'length':>7} {'':34} {'forward ms':>11} {'both ms':>9} {'GiB':>6} {'differs':>8}")
-    rows = []
-    for length in lengths:
-        for row in _measure_length(sizes, installed, length, max(1, tokens // length), target, dtype, repeats):
-            rows.append(row)
-            _print_row(row)
-    return {"bench": "peers", "device": name, "dtype": str(dtype), "shape": shape, "skipped": skipped, "rows": rows}
+    with kept_when_interrupted(document):
+        for length in lengths:
+            for row in _measure_length(sizes, installed, length, max(1, tokens // length), target, dtype, repeats):
+                rows.append(row)
+                _print_row(row)
+    return document
 
 
 def why_not_installed(peer: Peer) -> str | None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tamis.bench.document import begin_document
 from tamis.config import Config, build_config
 from tamis.data import validation_batches
-from tamis.generate.load import load_model
+from tamis.generate.load import device_for, load_model
 from tamis.model import Decoder
 
 
@@ -49,8 +50,14 @@ def measure_positions(
         losses = loss_by_position(model, tokens).unflatten(0, (reach, trained)).mean(dim=1)
         rows[f"{scale:g}"] = [round(math.exp(loss), 4) for loss in losses.tolist()]
         print(f"{scale:10g}" + "".join(f"{value:14.3f}" for value in rows[f"{scale:g}"]), flush=True)
-    document = {"bench": "positions", "trained_length": trained, "step": plain.step, "sequences": len(tokens),
-                "positions": spans, "perplexity": rows}  # fmt: skip
+    document = begin_document("positions", device_for(device))
+    document |= {
+        "trained_length": trained,
+        "step": plain.step,
+        "sequences": len(tokens),
+        "positions": spans,
+        "perplexity": rows,
+    }
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "positions.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

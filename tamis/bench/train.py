@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.config import Config, build_config
 from tamis.config.size import parameter_count
 from tamis.train.distributed import choose_device
@@ -25,17 +26,19 @@ def measure_training(
 ) -> dict[str, Any]:
     """Measure both kinds of attention at each length; print the table and return the document."""
     device = choose_device(config, 0)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{config.model.name} on {name}, {config.runtime.precision}, {tokens:,} tokens per step")
+    rows: list[dict[str, Any]] = []
+    document = begin_document("train", device)
+    document |= {"tokens_per_step": tokens, "precision": config.runtime.precision, "rows": rows}
+    print(f"{config.model.name} on {document['device']}, {config.runtime.precision}, {tokens:,} tokens per step")
     print(f"{'length':>7} {'attention':>9} {'data':>6} {'tok/s':>10} {'MFU':>6} {'p50 ms':>8} {'p95 ms':>8} {'GiB':>6}")
-    rows = []
-    for length in lengths:
-        for attention in ("dense", "nsa"):
-            shaped = _shaped(config, attention, length, tokens)
-            for row in _measured(shaped, device, steps, warmup, ("none", "shards") if with_data else ("none",)):
-                rows.append(row)
-                _print_row(row)
-    return {"device": name, "tokens_per_step": tokens, "precision": config.runtime.precision, "rows": rows}
+    sources = ("none", "shards") if with_data else ("none",)
+    with kept_when_interrupted(document):
+        for length in lengths:
+            for attention in ("dense", "nsa"):
+                for row in _measured(_shaped(config, attention, length, tokens), device, steps, warmup, sources):
+                    rows.append(row)
+                    _print_row(row)
+    return document
 
 
 def _shaped(config: Config, attention: str, length: int, tokens: int) -> Config:

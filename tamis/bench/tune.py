@@ -36,6 +36,7 @@ from tamis.attention.op import compressed_band, compressed_forward, prefix_of, w
 from tamis.attention.spec import as_numbers
 from tamis.attention.verify import LIMIT, relative_rmse
 from tamis.bench.attention import median_ms
+from tamis.bench.document import begin_document
 from tamis.config import Config
 from tamis.model import DTYPES
 from tamis.run.files.console import say
@@ -107,14 +108,8 @@ def measure_tiles(shape: TuneShape, processes: int | None = None) -> dict[str, A
         _print_row(rows[-1])
     write_tiles(path, gpu, shape.key, {row["kernel"]: row.pop("tile") for row in rows})
     print(f"stored in {path} for {gpu.key}; delete it, or set TAMIS_TILES=off, for the shipped tiles")
-    return {
-        "bench": "tune",
-        "gpu": gpu.key,
-        "shape": shape.key,
-        "length": shape.length,
-        "file": str(path),
-        "rows": rows,
-    }
+    facts = {"gpu": gpu.key, "shape": shape.key, "length": shape.length, "file": str(path), "rows": rows}
+    return begin_document("tune", device) | facts
 
 
 def require_gpu(shape: TuneShape) -> GpuModel:

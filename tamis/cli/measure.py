@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -118,10 +118,10 @@ def bench_attention(
     sizes = default_sizes(device)
     shapes = sizes.shapes if shape is None else ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
-        rows = measure_attention(
+        document = measure_attention(
             shapes, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device, graph, model
         )
-    print(json.dumps(rows))
+    _print_document(document)
 
 
 @bench_verb("peers")
@@ -145,7 +145,7 @@ def bench_peers(
         document = measure_peers(
             shape, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device
         )
-    print(json.dumps(document))
+    _print_document(document)
 
 
 @bench_verb("paths")
@@ -194,10 +194,10 @@ def bench_train(
     sizes = default_sizes(resolved.runtime.device)
     warmup = sizes.warmup if warmup is None else warmup
     with announced(f"measuring training steps of {resolved.model.name}"):
-        rows = measure_training(
+        document = measure_training(
             resolved, lengths or list(sizes.lengths), tokens or sizes.tokens, steps or sizes.steps, warmup, with_data
         )
-    print(json.dumps(rows))
+    _print_document(document)
 
 
 @bench_verb("decode")
@@ -216,12 +216,14 @@ def bench_decode(
     """
     loading_torch()
     from tamis.bench.decode import measure_decoding
+    from tamis.bench.document import exit_code
     from tamis.bench.sizes import default_sizes
 
     sizes = default_sizes(device)
     batches, lengths = batches or list(sizes.batches), lengths or list(sizes.cached)
     with announced("measuring decoding"):
-        measure_decoding(batches, lengths, repeats=repeats, with_model=with_model, device=device)
+        document = measure_decoding(batches, lengths, repeats=repeats, with_model=with_model, device=device)
+    raise typer.Exit(exit_code(document))
 
 
 @bench_verb("needle")
@@ -280,3 +282,10 @@ def bench_positions(
 
     with announced("reading held-out text"):
         measure_positions(checkpoint, scales or (1.0, 2.0, 4.0), reach, sequences, device=device)
+
+
+def _print_document(document: dict[str, Any]) -> None:
+    from tamis.bench.document import exit_code
+
+    print(json.dumps(document))
+    raise typer.Exit(exit_code(document))

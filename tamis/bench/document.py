@@ -1,0 +1,74 @@
+"""The JSON document of a bench: what was measured, on what, and what is left of it when the bench is interrupted."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import tamis
+from tamis.run.files.environment import package_versions
+from tamis.run.files.hardware import GpuLost, read_gpus
+from tamis.run.files.info import measured_commit
+from tamis.run.files.records import utc
+from tamis.train.distributed import device_name
+
+
+def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
+    """What a published figure carries: device, date, commit, command and versions. Prints what slows the GPU down."""
+    versions = package_versions()
+    facts: dict[str, Any] = {
+        "bench": bench,
+        "device": device_name(device),
+        "date": utc()[:10],
+        "commit": _commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "triton": versions["triton"],
+    }
+    if device.type != "cuda":
+        return facts
+    with suppress(GpuLost, IndexError):  # of another GPU, or of a driver that names none: the figures are right
+        gpu = read_gpus()[device.index or 0]
+        facts |= {
+            "driver": gpu.driver,
+            "power_limit_w": gpu.speed.power_limit_w,
+            "default_power_limit_w": gpu.speed.default_power_limit_w,
+        }
+        if gpu.speed.handicap:
+            print(f"this GPU is {gpu.speed.handicap}: others of its model are faster", flush=True)
+    return facts
+
+
+def _commit() -> str:
+    root = Path(tamis.__file__).parents[1]
+    in_checkout = (root / "pyproject.toml").is_file()  # an installed package may lie in another project's checkout
+    return measured_commit(root) if in_checkout else f"tamis {tamis.__version__}"
+
+
+@contextmanager
+def kept_when_interrupted(document: dict[str, Any]) -> Iterator[None]:
+    """End the block at Ctrl-C or TERM, which `timeout` sends, without an error, and mark the document."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        document["interrupted"] = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_code(document: dict[str, Any]) -> int:
+    """130, as after Ctrl-C, if the document has only the rows measured before an interruption."""
+    return 130 if document.get("interrupted") else 0

@@ -1,0 +1,100 @@
+"""The origin that every bench document names, and what is left of one that is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.bench import attention, document
+from tamis.bench.document import begin_document, exit_code, kept_when_interrupted
+from tamis.run.files.hardware import GpuLost, GpuSpeed
+from tamis.run.files.info import measured_commit
+from tests.cli.typed import typed
+from tests.run.fabricate import GPUS
+
+CPU = torch.device("cpu")
+
+
+def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document.sys, "argv", ["/opt/bin/tamis", "bench", "train", "my config.yaml", "--length", "64"])
+    facts = begin_document("train", CPU)
+    assert facts["command"] == "tamis bench train 'my config.yaml' --length 64"
+    assert (facts["bench"], facts["torch"], len(facts["date"])) == ("train", torch.__version__, 10)
+    assert facts["device"].startswith("CPU") and facts["commit"]
+
+
+def test_a_commit_with_changes_in_the_package_is_marked(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "tamis").mkdir()
+    (tmp_path / "tamis" / "a.py").write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "notes.txt").write_text("not of the package")
+    assert measured_commit(tmp_path) == commit
+    (tmp_path / "tamis" / "a.py").write_text("2")
+    assert measured_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_an_installed_package_names_its_version_and_no_commit_of_the_folder_it_lies_in(monkeypatch, tmp_path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(document.tamis, "__file__", str(tmp_path / "site-packages" / "tamis" / "__init__.py"))
+    assert begin_document("train", CPU)["commit"] == f"tamis {document.tamis.__version__}"
+
+
+def test_a_gpu_below_its_usual_power_is_reported_before_the_first_row(monkeypatch, capsys) -> None:
+    slow = GpuSpeed(power_limit_w=350, default_power_limit_w=700)
+    monkeypatch.setattr(document, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(document, "read_gpus", lambda: [GPUS[0], replace(GPUS[1], speed=slow)])
+    facts = begin_document("train", torch.device("cuda", 1))
+    assert (facts["driver"], facts["power_limit_w"], facts["default_power_limit_w"]) == ("570.1", 350, 700)
+    assert "this GPU is limited to 350 of 700 W" in capsys.readouterr().out
+    begin_document("train", torch.device("cuda"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bench_needs_no_answer_of_the_driver(monkeypatch) -> None:
+    def lost() -> list:
+        raise GpuLost("GPU 1 does not answer")
+
+    monkeypatch.setattr(document, "device_name", lambda device: "NVIDIA H200")
+    for read in (lost, list):
+        monkeypatch.setattr(document, "read_gpus", read)
+        assert begin_document("train", torch.device("cuda", 0))["device"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_bench_prints_the_rows_it_has(number: int, monkeypatch, capsys) -> None:
+    measure_length = attention.measure_length
+
+    def interrupted(shape, length, *words):
+        if length == 96:
+            os.kill(os.getpid(), number)
+        return measure_length(shape, length, *words)
+
+    monkeypatch.setattr(attention, "measure_length", interrupted)
+    monkeypatch.setattr(attention.branches, "parts", lambda *args: [])
+    handler = signal.getsignal(signal.SIGTERM)
+    words = ["--shape", "m7c", "--length", "64", "--length", "96", "--tokens", "96", "--repeats", "1"]
+    assert typed("bench", "attention", *words, "--device", "cpu") == 130
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["interrupted"] and {row["length"] for row in last["rows"]} == {64}
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_bench_that_ends_by_itself_is_not_marked() -> None:
+    facts: dict[str, object] = {}
+    with kept_when_interrupted(facts):
+        pass
+    assert (facts, exit_code(facts)) == ({}, 0)
