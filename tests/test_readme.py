@@ -82,6 +82,19 @@ def test_every_link_leads_to_a_file() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), flags=re.M)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower())) for heading in headings}
+
+
+def test_every_fragment_of_a_link_is_a_heading() -> None:
+    for page in [*pages(), *(ROOT / "docs" / "notes").glob("*.md")]:
+        for target, fragment in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text()):
+            linked = (page.parent / target).resolve() if target else page
+            assert linked.suffix != ".md" or fragment in anchors(linked), f"{page.name}: {target}#{fragment}"
+
+
 def test_every_source_file_that_a_page_names_exists() -> None:
     runbooks = ROOT / "docs" / "runbooks"  # they also name what is deliberately absent
     for page in [page for page in pages() if page.parent != runbooks]:
