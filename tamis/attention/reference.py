@@ -35,15 +35,17 @@ def nsa_attention(
     scale: float | None = None,
     block_ids: Tensor | None = None,
     lse: list[Tensor] | None = None,
+    start: int = 0,
 ) -> Tensor:
     """The mixed output `[B,S,H,D]`; with `cu_seqlens`, of a packed row (B = 1) as `packing` describes it.
 
     `block_ids` replaces the choice of `select_blocks`. The log-sum-exps of the three branches, `[B,H,S]` each, are
-    appended to `lse`.
+    appended to `lse`. Without `cu_seqlens`, queries and gates may be those of the tokens from `start` on.
     """
     if scale is not None:
         others = k_cmp_BNGD, v_cmp_BNGD, k_sel_BSGD, v_sel_BSGD, k_win_BSGD, v_win_BSGD, gates_BSH3
-        return nsa_attention(_scaled(q_BSHD, scale), *others, spec, cu_seqlens, None, block_ids, lse).to(q_BSHD.dtype)
+        scaled = nsa_attention(_scaled(q_BSHD, scale), *others, spec, cu_seqlens, None, block_ids, lse, start)
+        return scaled.to(q_BSHD.dtype)
     if cu_seqlens is not None:
         outputs = []
         lses: list[list[Tensor]] = []
@@ -60,11 +62,11 @@ def nsa_attention(
         if lse is not None:
             lse += [torch.cat(branch, dim=-1) for branch in zip(*lses, strict=True)]
         return torch.cat(outputs, dim=1)
-    ids = select_blocks(q_BSHD, k_cmp_BNGD, spec) if block_ids is None else block_ids
+    ids = select_blocks(q_BSHD, k_cmp_BNGD, spec, start) if block_ids is None else block_ids
     branches = (
-        compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec, lse=lse),
-        selected_attention(q_BSHD, k_sel_BSGD, v_sel_BSGD, ids, spec, lse=lse),
-        window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec, lse=lse),
+        compressed_attention(q_BSHD, k_cmp_BNGD, v_cmp_BNGD, spec, start, lse),
+        selected_attention(q_BSHD, k_sel_BSGD, v_sel_BSGD, ids, spec, start, lse),
+        window_attention(q_BSHD, k_win_BSGD, v_win_BSGD, spec, start, lse=lse),
     )
     return mix_branches(branches, gates_BSH3).to(q_BSHD.dtype)
 

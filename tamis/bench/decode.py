@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tamis.attention import NSASpec
+from tamis.attention.agreement import LIMIT
 from tamis.attention.decode import nsa_decode
 from tamis.attention.functional import describe
-from tamis.attention.verify import LIMIT
 from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.config import build_config
 from tamis.generate.load import device_for, precision_for, to_inference

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tamis.attention import NSASpec, nsa
-from tamis.attention.verify import relative_rmse
+from tamis.attention.agreement import relative_rmse
 from tamis.bench.attention import measure
 from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.document import begin_document, kept_when_interrupted

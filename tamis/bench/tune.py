@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
+from tamis.attention.agreement import LIMIT, relative_rmse
 from tamis.attention.functional import why_no_kernels
 from tamis.attention.kernels.ahead_of_time import compile_in_processes
 from tamis.attention.kernels.banded.keys import copies_rows, key_gradients
@@ -34,7 +35,6 @@ from tamis.attention.kernels.tiles import AnyTile, candidates
 from tamis.attention.kernels.tuned import GpuModel, gpu_model, shape_key, tiles_file, using, write_tiles
 from tamis.attention.op import compressed_band, compressed_forward, prefix_of, window_band, window_forward
 from tamis.attention.spec import as_numbers
-from tamis.attention.verify import LIMIT, relative_rmse
 from tamis.bench.attention import median_ms
 from tamis.bench.document import begin_document
 from tamis.config import Config

@@ -8,8 +8,17 @@ import torch
 
 from tests.attention.devices import DEVICE  # isort: skip
 from tamis.attention import NSASpec, op, reference
+from tamis.attention.agreement import Check
 from tamis.attention.kernels import tape
-from tamis.attention.verify import REFERENCE_SCORES, Check, length_like, verify, verify_batch, verify_packed
+from tamis.attention.verify import (
+    REFERENCE_SCORES,
+    compared_rows,
+    length_like,
+    packed_ends,
+    verify,
+    verify_batch,
+    verify_packed,
+)
 
 module = importlib.import_module("tamis.attention.verify")  # tamis.attention.verify is the function of this name
 SMALL = NSASpec(l=4, d=2, l_sel=4, n_sel=4, w=6)
@@ -79,7 +88,8 @@ def test_the_last_documents_of_a_long_row_are_compared(monkeypatch):
 def test_a_kernel_that_is_wrong_in_large_calls_alone_is_caught(monkeypatch):
     shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, 3, "triton", 27)
     checks = verify_batch(*shape)
-    assert [check.name for check in checks[:2]] == ["batch of 3 out", "batch of 3 dq"] and len(checks) == 9
+    assert [check.name for check in checks[:2]] == ["batch of 3 out", "batch of 3 dq"]
+    assert checks[-1].name == "batch of 3 selection loss" and len(checks) == 10
     assert all(check.passed for check in checks)
     right = op.window_forward
 
@@ -90,6 +100,62 @@ def test_a_kernel_that_is_wrong_in_large_calls_alone_is_caught(monkeypatch):
     tape.forget()
     assert "batch of 3 out" in {check.name for check in verify_batch(*shape) if not check.passed}
     assert all(check.passed for check in verify(*shape[:6], "triton", 27))
+
+
+FEW_SCORES = 2 * 64**2  # of a reference that holds the first 32 and the last 21 of 97 tokens
+
+
+def test_right_kernels_pass_at_both_ends_of_a_long_sequence():
+    assert compared_rows(97, 2, SMALL, FEW_SCORES) == [slice(0, 32), slice(76, 97)]
+    checks = verify_batch(DEVICE, torch.float32, 2, 1, 16, SMALL, 2, "triton", 97, FEW_SCORES)
+    assert len(checks) == 10 and all(check.passed for check in checks)
+
+
+ENDS = ((0, True), (31, True), (32, False), (75, False), (76, True), (96, True))
+
+
+@pytest.mark.parametrize(("token", "is_caught"), ENDS)
+def test_a_wrong_token_at_either_end_of_a_long_sequence_is_caught(token, is_caught, monkeypatch):
+    def wrong(branches, inputs):
+        at_token = torch.arange(97, device=DEVICE)[:, None, None] == token
+        return [*branches[:2], branches[2].masked_fill(at_token, 0.0)]
+
+    plant(monkeypatch, wrong)
+    checks = verify_batch(DEVICE, torch.float32, 2, 1, 16, SMALL, 2, "reference", 97, FEW_SCORES)
+    failed = {check.name for check in checks if not check.passed}
+    assert {"batch of 2 out", "batch of 2 dv_win"} <= failed if is_caught else not failed
+
+
+def test_a_wrong_choice_at_the_end_of_a_long_sequence_is_caught(monkeypatch):
+    right = module.attention.select_blocks
+
+    def second_newest_twice(q, k_cmp, spec, backend):
+        ids = right(q, k_cmp, spec, backend=backend).clone()
+        ids[:, -1, :, 1] = ids[:, -1, :, 2]
+        return ids
+
+    monkeypatch.setattr(module.attention, "select_blocks", second_newest_twice)
+    checks = verify_batch(DEVICE, torch.float32, 2, 1, 16, SMALL, 1, "reference", 97, FEW_SCORES)
+    assert {"batch of 1 selection loss"} <= {check.name for check in checks if not check.passed}
+
+
+@pytest.mark.parametrize("heads", [1, 12, 64])
+@pytest.mark.parametrize("n_sel", [3, 16, 64])
+@pytest.mark.parametrize("tokens", [6000, 2**14, 2**16, 2**20, 2**24])
+def test_what_is_compared_of_a_sequence_fits_the_reference(tokens, n_sel, heads):
+    rows = compared_rows(tokens, heads, NSASpec(n_sel=n_sel))
+    assert (rows[0].start, rows[-1].stop) == (0, tokens)
+    assert all(at.stop > at.start for at in rows)
+    if len(rows) == 2:
+        assert rows[0].stop <= rows[1].start
+        assert heads * (rows[0].stop ** 2 + (tokens - rows[1].start) * tokens) <= REFERENCE_SCORES or tokens == 2**24
+
+
+def test_a_packed_document_of_the_proof_chooses_among_its_blocks():
+    tokens, spec = 2048, NSASpec()
+    ends = packed_ends(tokens)
+    assert max(b - a for a, b in itertools.pairwise(ends)) > spec.n_sel * spec.l_sel
+    assert 0 in {b - a for a, b in itertools.pairwise(ends)}
 
 
 def test_a_wrong_kernel_is_caught_in_its_branch_and_in_the_whole(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.attention.devices import DEVICE  # isort: skip
-from tamis.attention.verify import Check
+from tamis.attention.agreement import Check
 from tamis.bench import attention
 
 SMALL = {"shapes": ("tiny",), "lengths": (48, 96), "tokens": 96, "repeats": 1, "device": "cpu"}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec, nsa_attention, reference, select_blocks
-from tamis.attention.verify import relative_rmse
+from tamis.attention.agreement import relative_rmse
 from tamis.config import Config, load_config
 from tamis.generate.load import to_inference
 from tamis.generate.sample import PREFILL_TILE, DecodeStep, prefill
@@ -98,13 +98,7 @@ def expected_of_last(inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, list[T
     start = inputs[0].shape[1] - LAST
     ids = select_blocks(*inputs[:2], SPEC)[:, start:]
     leaves = [x.detach().float().requires_grad_() for x in (inputs[0][:, start:], *inputs[1:7], inputs[7][:, start:])]
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = leaves
-    branches = (
-        reference.compressed_attention(q, k_cmp, v_cmp, SPEC, start),
-        reference.selected_attention(q, k_sel, v_sel, ids, SPEC, start),
-        reference.window_attention(q, k_win, v_win, SPEC, start),
-    )
-    out = reference.mix_branches(branches, gates)
+    out = reference.nsa_attention(*leaves, SPEC, block_ids=ids, start=start)
     return out, list(torch.autograd.grad(out, leaves, dout.float()))
 
 

@@ -102,7 +102,7 @@ def cases_of(dims: Sequence[int]) -> list[MatrixCase]:
 def run_case(case: MatrixCase) -> dict[str, float]:
     """Relative RMSE of the output and of every gradient, and the share of other choices."""
     from tamis.attention import NSASpec, nsa_attention, reference, select_blocks
-    from tamis.attention.verify import random_inputs, relative_rmse
+    from tamis.attention.agreement import random_inputs, relative_rmse
 
     spec = NSASpec(n_sel=case.chosen)
     dtype, heads = getattr(torch, case.dtype), case.groups * case.heads_per_group

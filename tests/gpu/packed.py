@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec, nsa_attention, nsa_decode
+from tamis.attention.agreement import relative_rmse
 from tamis.attention.checks import check_once
 from tamis.attention.decode import _check_step, use_kernels
 from tamis.attention.packing import PackedRow
-from tamis.attention.verify import relative_rmse
 
 TOKENS, HEADS, GROUPS, DIM = 65536, 12, 2, 64
 LENGTHS = (1024, 2048, 8192, 65536)

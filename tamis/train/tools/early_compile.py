@@ -138,7 +138,7 @@ def launch_kernels(config: Config) -> None:
     from tamis.attention.verify import length_like
     from tamis.data.loader import MEAN_TOKENS
     from tamis.model import DTYPES
-    from tamis.train.tools.selfcheck import large_batch
+    from tamis.train.tools.selfcheck import sequences_of
 
     model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
     launch_layers(config)
@@ -146,17 +146,14 @@ def launch_kernels(config: Config) -> None:
         return
     shape = (DTYPES[config.runtime.precision], model.n_heads, model.n_kv_groups, model.d_k, spec)
     proof = length_like(train.seq_len, model.n_heads, spec)
-    batch = large_batch(config, proof)
     launch_attention(*shape, proof)
     if config.data.packing == "documents":
-        documents, times = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0]), max(1, batch)
+        documents, times = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0]), sequences_of(config, proof)
         longest = min(train.seq_len, times * proof)
         launch_attention(*shape, times * proof, documents=times * PROOF_DOCUMENTS, longest=longest)
         launch_attention(*shape, train.batch_size * train.seq_len, documents=documents, longest=train.seq_len)
     else:
         launch_attention(*shape, train.seq_len, train.batch_size)
-        if batch:
-            launch_attention(*shape, proof, batch)
 
 
 def launch_layers(config: Config) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from tamis.attention import NSASpec
+from tamis.attention.agreement import Check
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.attention.verify import length_like, odd_length, verify, verify_batch, verify_packed
 from tamis.config import Config
@@ -45,35 +46,42 @@ def selfcheck(config: Config, device: torch.device) -> list[Result]:
 
 
 def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
-    """Compare kernels with the reference, by default at the trained length; empty where the reference computes."""
+    """Compare kernels with the reference at the trained length, or at another; empty where the reference computes.
+
+    First every branch of one sequence is compared, as long as the reference can hold; then a micro-batch, or as many
+    tokens in sequences of another length.
+    """
     dtype = DTYPES[config.runtime.precision]
-    model, spec = config.model, NSASpec.of(config.nsa)
+    model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
     if "nsa" not in config.layer_kinds or device.type != "cuda":
         return []
     if why_no_kernels(device, dtype, model.d_k, model.n_heads // model.n_kv_groups):
         return []
-    tokens = tokens or length_like(config.train.seq_len, model.n_heads, spec)
     shape = (device, dtype, model.n_heads, model.n_kv_groups, model.d_k, spec)
-    checks = verify(*shape, tokens=tokens)
-    batch = large_batch(config, tokens)
+    one = tokens or length_like(train.seq_len, model.n_heads, spec)
+    many = sequences_of(config, one)
+    results = _results(verify(*shape, tokens=one), one)
+    batch, length = (many, tokens) if tokens else (train.batch_size, train.seq_len)
     if config.data.packing == "documents":
-        checks += verify_packed(*shape, tokens=tokens, times=max(1, batch), max_seqlen=config.train.seq_len)
-    elif batch:
-        checks += verify_batch(*shape, batch, tokens=tokens)
+        results += _results(verify_packed(*shape, tokens=one, times=many, max_seqlen=train.seq_len), one * many)
+    elif (batch, length) != (1, one):
+        results += _results(verify_batch(*shape, batch, tokens=length), length)
+    return results
+
+
+def _results(checks: list[Check], tokens: int) -> list[Result]:
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
 
 
-def large_batch(config: Config, tokens: int) -> int:
-    """Sequences of `tokens` that make a large call of attention, if the config trains with such calls; else 0."""
-    from tamis.attention.kernels.launch import MANY_TOKENS  # here, because it imports Triton
-
-    is_large = config.train.batch_size * config.train.seq_len >= MANY_TOKENS
-    return -(-MANY_TOKENS // tokens) if is_large else 0
+def sequences_of(config: Config, tokens: int) -> int:
+    """How many sequences of so many tokens have as many as a micro-batch."""
+    return -(-config.train.batch_size * config.train.seq_len // tokens)
 
 
 def require_right_attention(config: Config, device: torch.device) -> None:
     """Raise an Anomaly if the kernels disagree with the reference on this device."""
     wrong = [result for result in attention_agrees(config, device) if not result.passed]
+    torch.cuda.empty_cache()  # of the reference's scores: CUDA graphs take their memory from pools of their own
     if wrong:
         named = ", ".join(f"{r.name} {r.measured:.2e} (limit {r.limit:.0e})" for r in wrong)
         raise Anomaly("attention_mismatch", f"attention kernels disagree with the reference on this device: {named}")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec
+from tamis.attention.agreement import random_inputs
 from tamis.attention.op import gradients, run_forward
 from tamis.attention.spec import as_numbers
-from tamis.attention.verify import random_inputs
 
 SPEC = NSASpec(l=8, d=4, l_sel=16, n_sel=4, w=24)
 TOKENS, DIM = 76, 16

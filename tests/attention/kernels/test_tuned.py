@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tamis.attention import NSASpec, functional, nsa_attention
+from tamis.attention.agreement import random_inputs, relative_rmse
 from tamis.attention.kernels import ahead_of_time, tuned
 from tamis.attention.kernels.tiles import SELECTED, SHAPES, RowTile, Tile, candidates, family_of, shipped_tile
 from tamis.attention.kernels.tuned import GpuModel, chosen_tile, read_tiles, using, with_fallback, write_tiles
-from tamis.attention.verify import random_inputs, relative_rmse
 
 H200 = GpuModel("NVIDIA H200", (9, 0))
 L40S = GpuModel("NVIDIA L40S", (8, 9))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tamis.attention.agreement import Check
 from tamis.attention.layer import NSAAttention
-from tamis.attention.verify import Check
 from tamis.config import load_config
 from tamis.train.guards import Anomaly
 from tamis.train.tools import selfcheck
@@ -51,42 +51,48 @@ def test_a_kernel_that_disagrees_stops_training_with_its_name(monkeypatch: pytes
     assert caught.value.kind == "attention_mismatch"
 
 
-def test_training_checks_the_trained_length_and_verify_an_odd_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    proved: list[int] = []
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """The comparisons that are made: name, sequences or repetitions, tokens of each."""
+    called: list[tuple[str, int, int]] = []
+
+    def packed(*_, tokens, times, max_seqlen):
+        assert max_seqlen == 96
+        return called.append(("packed", times, tokens)) or []
+
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(selfcheck, "model_is_causal", lambda *_: [])
-    monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: proved.append(tokens) or [])
-    selfcheck.require_right_attention(tiny(), torch.device("cuda"))
-    assert proved == [96]
-    selfcheck.selfcheck(tiny(), torch.device("cuda"))
-    assert proved == [96, 96, (3 + 5) * 16 + 5]
+    monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: called.append(("one", 1, tokens)) or [])
+    monkeypatch.setattr(
+        selfcheck, "verify_batch", lambda *shape, tokens: called.append(("batch", shape[-1], tokens)) or []
+    )
+    monkeypatch.setattr(selfcheck, "verify_packed", packed)
+    return called
 
 
-def test_large_calls_are_checked_where_training_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
-    monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
-    monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: [])
-    monkeypatch.setattr(selfcheck, "verify_batch", lambda *shape, tokens: batches.append(shape[-1] * tokens) or [])
-    for sequences, found in (("341", []), ("342", [342 * 96])):  # of 96 tokens: just below 32,768, and above
-        selfcheck.require_right_attention(tiny(f"train.batch_size={sequences}"), torch.device("cuda"))
-        assert batches == found
+ODD = (3 + 5) * 16 + 5
 
 
-def test_kernels_of_packed_documents_are_checked_where_training_packs_and_none_where_no_layer_uses_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("overrides", "before_training", "by_verify"),
+    [
+        ([], [("one", 1, 96)], [("one", 1, ODD)]),
+        (["train.batch_size=4"], [("one", 1, 96), ("batch", 4, 96)], [("one", 1, ODD), ("batch", 3, ODD)]),
+        (["train.seq_len=65536"], [("one", 1, 256), ("batch", 1, 65536)], [("one", 1, ODD), ("batch", 493, ODD)]),
+        (
+            ["train.batch_size=4", "data.packing=documents"],
+            [("one", 1, 96), ("packed", 4, 96)],
+            [("one", 1, ODD), ("packed", 3, ODD)],
+        ),
+        (["nsa.layers=window"], [], []),
+    ],
+    ids=["one sequence", "several", "long", "packed", "no NSA"],
+)
+def test_kernels_are_proved_on_a_micro_batch_as_they_train_and_by_verify_at_an_odd_length_too(
+    overrides: list[str], before_training: list, by_verify: list, proved: list
 ) -> None:
-    called: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
-    for name in ("verify", "verify_packed"):
-        monkeypatch.setattr(
-            selfcheck,
-            name,
-            lambda *_, tokens, times=1, max_seqlen=0, name=name: called.append((name, times, max_seqlen)) or [],
-        )
-    selfcheck.require_right_attention(tiny("nsa.layers=window"), torch.device("cuda"))
-    assert called == []
-    selfcheck.require_right_attention(tiny("data.packing=documents"), torch.device("cuda"))
-    assert called == [("verify", 1, 0), ("verify_packed", 1, 96)]
-    # Rows of 342 sequences of 96 tokens are large calls, so the packed row of the proof is as long.
-    selfcheck.require_right_attention(tiny("data.packing=documents", "train.batch_size=342"), torch.device("cuda"))
-    assert called[2:] == [("verify", 1, 0), ("verify_packed", 342, 96)]
+    selfcheck.require_right_attention(tiny(*overrides), torch.device("cuda"))
+    assert proved == before_training
+    proved.clear()
+    selfcheck.selfcheck(tiny(*overrides), torch.device("cuda"))
+    assert proved == before_training + by_verify
