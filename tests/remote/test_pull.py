@@ -25,7 +25,8 @@ def sender(run: Path, *words: str, cut_after: int | None = None) -> list[str]:
 
 def answering(listing: object, content: bytes = b"") -> list[str]:
     """A host that sends this, whatever is asked."""
-    code = f"import sys; sys.stdout.buffer.write({(json.dumps(listing) + chr(10)).encode() + content!r})"
+    answer = (json.dumps(listing) + "\n").encode() + content
+    code = f"import sys; sys.stdout.buffer.write({answer!r}); sys.stdout.flush(); sys.stdin.readline()"
     return [sys.executable, "-c", code]
 
 
