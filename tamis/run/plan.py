@@ -65,5 +65,5 @@ def _reasons(gpus: Sequence[Gpu]) -> list[str]:
         return ["no GPU found: one process on the CPU; without a config of your own, the embedded showcase"]
     smallest = min(gpus, key=lambda gpu: gpu.total_mib)
     how = "python" if len(gpus) == 1 else f"torchrun --nproc_per_node={len(gpus)}"
-    slower = [f"GPU {gpu.index} is {gpu.speed.handicap}: expect less speed" for gpu in gpus if gpu.speed.handicap]
+    slower = [f"GPU {gpu.index} is {why}: expect less speed" for gpu in gpus if (why := gpu.speed.slowed_or_limited)]
     return [f"{counted(len(gpus), 'GPU')}: {how}", f"smallest: {smallest.name} with {smallest.total_mib} MiB", *slower]

@@ -85,7 +85,7 @@ def gpus_are_there_and_free(subject: Subject) -> Finding:
 
 def _gpu_text(gpu: Gpu) -> str:
     words = f"{gpu.index}: {gpu.name} {gpu.free_mib} of {gpu.total_mib} MiB free"
-    return f"{words}, {gpu.speed.handicap}" if gpu.speed.handicap else words
+    return f"{words}, {gpu.speed.slowed_or_limited}" if gpu.speed.slowed_or_limited else words
 
 
 def finishes_in_time(subject: Subject) -> Finding:

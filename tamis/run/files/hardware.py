@@ -24,7 +24,7 @@ SLOWDOWNS = {
     0x08: "hardware protection",
     0x04: "power limit",
     0x02: "application clocks",
-}  # bits of NVML's clocks event reasons; the others do not slow down a GPU that computes alone
+}  # bits of NVML's clocks event reasons; left out: idle, sync boost, a display, limits of the board and the voltage
 FAULTS = ("heat", "power brake", "hardware protection")  # others are settings, or the power limit of a busy GPU
 PROTECTION = 0x08
 PROTECTED_FROM = 0xC0  # heat and the power brake, which set PROTECTION as well
@@ -32,7 +32,7 @@ PROTECTED_FROM = 0xC0  # heat and the power brake, which set PROTECTION as well
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """How fast a GPU may run at this moment. None: the driver does not say."""
+    """How fast a GPU may run at this moment. None: not reported by the driver."""
 
     clock_mhz: int | None = None  # of the multiprocessors
     top_clock_mhz: int | None = None
@@ -43,13 +43,16 @@ class GpuSpeed:
     slowed_by: tuple[str, ...] = ()  # values of SLOWDOWNS
 
     @property
-    def handicap(self) -> str:
-        """What makes this GPU slower than others of its model, in words; empty where nothing does."""
+    def slowed_or_limited(self) -> str:
+        """What makes this GPU slower than others of its model, in words; empty where nothing does.
+
+        Protection alone is left out: a GPU that changes its clock reports it for a moment.
+        """
         words = []
         limit, default = self.power_limit_w, self.default_power_limit_w
-        if limit is not None and default is not None and limit < default:
+        if limit and default and limit < default:
             words.append(f"limited to {limit} of {default} W")
-        if faults := [cause for cause in self.slowed_by if cause in FAULTS]:
+        if faults := [cause for cause in self.slowed_by if cause in FAULTS and cause != SLOWDOWNS[PROTECTION]]:
             words.append(f"slowed by {' and '.join(faults)}")
         return ", ".join(words)
 
@@ -60,7 +63,7 @@ class Gpu:
     name: str
     total_mib: int
     free_mib: int
-    utilisation_percent: int | None  # None: the driver does not say (some virtual GPUs)
+    utilisation_percent: int | None  # None: not reported by the driver (some virtual GPUs)
     driver: str
     uuid: str = ""
     nvlink: bool = False  # at least one active link to another GPU
@@ -186,7 +189,7 @@ def _read_speed(nvml: Any, handle: Any) -> GpuSpeed:
 
 
 def _clocks_event_reasons(nvml: Any, handle: Any) -> int:
-    """A mask; 0 where the driver does not say. Drivers before 535 have the second function alone."""
+    """A mask; 0 where the driver reports none. Drivers before 535 have the second function alone."""
     for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
         read = getattr(nvml, name, None)  # older bindings lack the first, and later ones will lack the second
         reasons = None if read is None else _ask(nvml, read, handle)

@@ -59,7 +59,7 @@ def describe_run(
         "tokenizer": config.data.tokenizer,
         "precision": config.runtime.precision,
         "gpu_count": len(gpus),
-        "gpus": [", ".join(filter(None, (gpu.name, f"{gpu.total_mib} MiB", gpu.speed.handicap))) for gpu in gpus],
+        "gpus": [_gpu_line(gpu) for gpu in gpus],
         "driver": gpus[0].driver if gpus else None,
         "torch": package_versions()["torch"],
         "cuda_of_torch": cuda_of_torch(),
@@ -73,6 +73,10 @@ def describe_run(
         "estimate_toks_per_s": estimate_toks_per_s,
         "eta": ETA_UNKNOWN,
     }
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    return ", ".join(filter(None, (gpu.name, f"{gpu.total_mib} MiB", gpu.speed.slowed_or_limited)))
 
 
 def _without_addresses(command: Sequence[str]) -> list[str]:
@@ -155,7 +159,7 @@ def git_commit(repository: Path) -> str:
 
 
 def measured_commit(repository: Path) -> str:
-    """The commit, followed by `-dirty` where files of the package differ from it."""
+    """The commit, followed by `-dirty` where files of the package differ from it; never so without git."""
     changed = _git(repository, "status", "--porcelain", "--", "tamis")
     return f"{git_commit(repository)}-dirty" if changed else git_commit(repository)
 

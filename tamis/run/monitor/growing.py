@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ BEATS_OF_OTHERS = 60
 BYTES_PER_BEAT = 2048
 SAMPLED_ROWS = 2000  # more than a screen can show
 TAIL_BYTES = 256 << 10  # of a CSV file, read without sampling
-MOST_ROWS = 20_000  # kept; beyond it every second of the older rows is dropped
+MOST_ROWS = 20_000  # kept; beyond it half of the older rows are dropped
 
 Row = TypeVar("Row")
 
@@ -80,5 +81,8 @@ class _SampledRows(Generic[Row]):
         self._rows += [row for line in lines if (row := self._parse(line)) is not None]
         if len(self._rows) > MOST_ROWS:
             half = MOST_ROWS // 2
-            self._rows = self._rows[:-half:2] + self._rows[-half:]
+            older, newer = self._rows[:-half], self._rows[-half:]
+            # At random, because rows of several GPUs take turns.
+            kept = sorted(random.Random(0).sample(range(len(older)), len(older) // 2))
+            self._rows = [older[i] for i in kept] + newer
         return self._rows

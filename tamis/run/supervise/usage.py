@@ -12,19 +12,20 @@ from pathlib import Path
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import Alarm
 from tamis.run.files.hardware import FAULTS, Gpu
-from tamis.run.files.reading import open_to_append, read_last_lines
+from tamis.run.files.reading import open_to_append, open_to_read, read_last_lines
 from tamis.run.files.records import is_time, write_text_atomic
 from tamis.run.limits import LEAST_GPU_SAMPLES, SLOWED_SHARE, SLOWED_WITHIN_S
 
 HEADER = "ts,gpu,used_mib,total_mib,utilisation_percent,clock_mhz,power_w,temperature_c,slowed_by"
 FIRST_COLUMNS = 5  # what a row of an earlier version has
 MAX_BYTES = 48 << 20  # a day and a half of 8 GPUs at one sample a second; then the older half is dropped
+MOST_DIGITS = 9  # of a number; more are damage, and too large for a chart
 RECENT_BYTES = 64 << 10  # more than 8 GPUs write in SLOWED_WITHIN_S
 
 
 @dataclass(frozen=True)
 class UsageSample:
-    """One row. None: the driver does not say, or an earlier version did not ask."""
+    """One row. None: not reported by the driver, or not recorded by an earlier version."""
 
     ts: float
     gpu: int
@@ -48,8 +49,8 @@ def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
         return
     rows = "".join(_row(time.time(), gpu) for gpu in gpus)
     with suppress(OSError):  # a lost sample must not end the run
-        if path.exists() and path.stat().st_size > MAX_BYTES:
-            _drop_older_half(path)
+        if path.exists() and (path.stat().st_size > MAX_BYTES or not _has_header(path)):
+            _rewrite(path)
         with open_to_append(path) as file:
             file.write((rows if file.seek(0, os.SEEK_END) else f"{HEADER}\n{rows}").encode())
 
@@ -74,8 +75,9 @@ def slowed_gpus(samples: Iterable[UsageSample], now: float) -> list[Alarm]:
     if not slowed:
         return []
     listing = "; ".join(f"GPU {gpu} by {' and '.join(causes)}{_now(recent[gpu][-1])}" for gpu, causes in slowed.items())
-    reason = f"slowed down: {listing}. The slowest GPU sets the speed of all: ask for cooling, or for another machine"
-    return [Alarm("slowed_gpu", "note", reason, None, {"slowed": {str(gpu): causes for gpu, causes in slowed.items()}})]
+    remedy = "Ask for cooling, or for another machine; of several GPUs the slowest sets the speed of all"
+    evidence = {"slowed": {str(gpu): causes for gpu, causes in slowed.items()}}
+    return [Alarm("slowed_gpu", "note", f"slowed down: {listing}. {remedy}", None, evidence)]
 
 
 def _faults(samples: Sequence[UsageSample]) -> list[str]:
@@ -99,9 +101,20 @@ def _row(now: float, gpu: Gpu) -> str:
     return f"{now:.1f},{gpu.index},{gpu.used_mib},{gpu.total_mib},{','.join(cells)},{' + '.join(speed.slowed_by)}\n"
 
 
-def _drop_older_half(path: Path) -> None:
-    newer = read_last_lines(path, MAX_BYTES // 2)
-    write_text_atomic(path, "\n".join([HEADER, *(line.decode(errors="replace") for line in newer)]) + "\n")
+def _has_header(path: Path) -> bool:
+    """Whether the file begins as this version writes it; an earlier one had fewer columns."""
+    with open_to_read(path) as file:
+        return file.readline(2 * len(HEADER)).strip() in (b"", HEADER.encode())
+
+
+def _rewrite(path: Path) -> None:
+    """Keep the newer rows, all with the columns of the header."""
+    lines = [HEADER]
+    for line in read_last_lines(path, MAX_BYTES // 2):
+        if parse_usage(line) is not None:
+            row = line.decode(errors="replace")
+            lines.append(row + "," * (HEADER.count(",") - row.count(",")))
+    write_text_atomic(path, "\n".join(lines) + "\n")
 
 
 def _samples(lines: Iterable[bytes]) -> list[UsageSample]:
@@ -114,8 +127,10 @@ def parse_usage(line: bytes) -> UsageSample | None:
     if len(cells) == FIRST_COLUMNS:
         cells += ["", "", "", ""]
     try:
-        ts, gpu, used, total, *told, slowed_by = cells
-        utilisation, clock, power, temperature = (int(cell) if cell else None for cell in told)
+        ts, gpu, used, total, *reported, slowed_by = cells
+        if max(map(len, cells[1:-1])) > MOST_DIGITS:
+            return None
+        utilisation, clock, power, temperature = (int(cell) if cell else None for cell in reported)
         causes = tuple(slowed_by.split(" + ")) if slowed_by else ()
         sample = UsageSample(float(ts), int(gpu), int(used), int(total), utilisation, clock, power, temperature, causes)
     except ValueError:

@@ -139,11 +139,11 @@ def test_clock_power_and_temperature_are_read():
     speed = machine("141")[0].speed
     assert (speed.clock_mhz, speed.top_clock_mhz, speed.temperature_c) == (1695, 1980, 61)
     assert (speed.power_w, speed.power_limit_w, speed.default_power_limit_w) == (699, 700, 700)
-    assert (speed.slowed_by, speed.handicap) == ((), "")
+    assert (speed.slowed_by, speed.slowed_or_limited) == ((), "")
 
 
 @pytest.mark.parametrize(
-    ("reasons", "slowed_by", "handicap"),
+    ("reasons", "slowed_by", "words"),
     [
         (0x01, (), ""),  # idle
         (0x04, ("power limit",), ""),  # a busy GPU
@@ -151,25 +151,25 @@ def test_clock_power_and_temperature_are_read():
         (0x20, ("heat",), "slowed by heat"),
         (0x40 | 0x08, ("heat",), "slowed by heat"),  # protection, and from what
         (0x80 | 0x08 | 0x04, ("power brake", "power limit"), "slowed by power brake"),
-        (0x08, ("hardware protection",), "slowed by hardware protection"),
+        (0x08, ("hardware protection",), ""),  # for a moment, also while the clock changes
         (0x60 | 0x80, ("heat", "power brake"), "slowed by heat and power brake"),
     ],
 )
 @pytest.mark.parametrize("nvml", [FakeNvml, OlderNvml])
-def test_what_slows_a_gpu_down_is_named(nvml, reasons, slowed_by, handicap):
+def test_what_slows_a_gpu_down_is_named(nvml, reasons, slowed_by, words):
     (gpu,) = read_gpus(nvml([("Card", 81_920)], reasons=reasons), {})
-    assert (gpu.speed.slowed_by, gpu.speed.handicap) == (slowed_by, handicap)
+    assert (gpu.speed.slowed_by, gpu.speed.slowed_or_limited) == (slowed_by, words)
 
 
 def test_what_the_driver_does_not_tell_stays_unknown():
     speed = read_gpus(OlderNvml([("Card", 81_920)], limit_w=300), {})[0].speed
     assert (speed.clock_mhz, speed.power_w, speed.power_limit_w, speed.temperature_c) == (None,) * 4
-    assert speed.handicap == ""
+    assert speed.slowed_or_limited == ""
 
 
 def test_a_power_limit_below_the_default_is_named_before_anything_starts():
     gpus = machine("80", "80", limit_w=350)
-    assert gpus[1].speed.handicap == "limited to 350 of 700 W"
+    assert gpus[1].speed.slowed_or_limited == "limited to 350 of 700 W"
     assert "GPU 1 is limited to 350 of 700 W: expect less speed" in launch_plan(gpus, environment={}).reasons
     assert not any("expect" in reason for reason in launch_plan(machine("80"), environment={}).reasons)
 

@@ -54,10 +54,16 @@ def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_rows_of_an_earlier_version_are_read_and_damaged_ones_left_out(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    rows = ["ts,gpu,used_mib,total_mib,utilisation_percent", "1780000010.0,0,1,2,90", "1780000011.0,0,1,2,", "1780000"]
-    usage_csv(run).write_text("\n".join([*rows, "1780000012.0,0,1,2,90,fast,640,61,", "a,b"]) + "\n")
+    rows = ["ts,gpu,used_mib,total_mib,utilisation_percent", "1780000010.0,0,1,2,90", "1780000011.0,0,1,2,"]
+    damaged = ["1780000", "1780000012.0,0,1,2,90,fast,640,61,", f"1780000012.0,0,1,2,{'9' * 400}", "a,b"]
+    usage_csv(run).write_text("\n".join([*rows, *damaged]) + "\n")
+    earlier = GrowingFiles()
+    before = earlier.usage(run)
     append_usage(run, [replace(GPUS[0], speed=FAST)])
+    lines = usage_csv(run).read_text().splitlines()
+    assert lines[0] == usage.HEADER and {line.count(",") for line in lines} == {usage.HEADER.count(",")}
     old, silent, new = read_usage(usage_csv(run))
+    assert before == [old, silent] and earlier.usage(run) == [old, silent, new]
     assert (old.utilisation_percent, old.clock_mhz, old.slowed_by) == (90, None, ())
     assert (silent.utilisation_percent, new.clock_mhz, new.power_w) == (None, 1980, 640)
     assert GrowingFiles().usage(run) == [old, silent, new]
@@ -75,7 +81,7 @@ def test_rows_of_an_earlier_version_are_read_and_damaged_ones_left_out(tmp_path:
 def test_a_gpu_slowed_down_for_most_of_a_minute_is_named(recent: list[UsageSample], shown: str) -> None:
     (alarm,) = slowed_gpus(recent, now=1000.0)
     assert (alarm.kind, alarm.severity) == ("slowed_gpu", "note")
-    assert f"slowed down: {shown}" in alarm.reason and "ask for cooling" in alarm.reason
+    assert f"slowed down: {shown}" in alarm.reason and "Ask for cooling" in alarm.reason
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_a_gpu_slowed_down_for_most_of_a_minute_is_named(recent: list[UsageSampl
     ],
     ids=["nothing", "normal", "for less than half a minute", "few samples", "long ago"],
 )
-def test_no_other_gpu_is(recent: list[UsageSample]) -> None:
+def test_a_gpu_that_is_slow_for_other_reasons_or_a_short_time_is_not_named(recent: list[UsageSample]) -> None:
     assert slowed_gpus(recent, now=1000.0) == []
 
 
@@ -98,8 +104,8 @@ def test_the_watchdog_notes_it_once_and_the_monitor_shows_it(tmp_path: Path, mon
     write_usage(run, [FAST, HOT], monkeypatch)
     watchdog = Watchdog(run, Limits())
     assert [alarm.reason for alarm in watchdog.look() if alarm.kind == "slowed_gpu"] == [
-        "slowed down: GPU 1 by heat (1,200 MHz, 88 °C). The slowest GPU sets the speed of all: ask for cooling, or for "
-        "another machine"
+        "slowed down: GPU 1 by heat (1,200 MHz, 88 °C). Ask for cooling, or for another machine; of several GPUs the "
+        "slowest sets the speed of all"
     ]
     assert not [alarm for alarm in watchdog.look() if alarm.kind == "slowed_gpu"]
     snapshot = read_snapshot(tmp_path, gpus=[replace(GPUS[0], speed=FAST), replace(GPUS[1], speed=HOT)])
@@ -107,6 +113,17 @@ def test_the_watchdog_notes_it_once_and_the_monitor_shows_it(tmp_path: Path, mon
     text = snapshot_text(snapshot)
     assert "1,980/1,980 MHz  640/700 W  61 °C  NVIDIA" in text
     assert "1,200/1,980 MHz  640/700 W  88 °C  slowed by heat, power limit  NVIDIA" in text
+
+
+def test_a_long_file_keeps_as_many_older_samples_of_each_gpu(tmp_path: Path, monkeypatch) -> None:
+    run, growing = RunDirectory(tmp_path), GrowingFiles()
+    monkeypatch.setattr("tamis.run.monitor.growing.MOST_ROWS", 400)
+    for _ in range(1000):
+        append_usage(run, GPUS)
+        kept = growing.usage(run)
+    older = kept[: len(kept) // 2]
+    shares = [sum(sample.gpu == gpu.index for sample in older) / len(older) for gpu in GPUS]
+    assert len(GPUS) == 2 and all(0.35 < share < 0.65 for share in shares)
 
 
 def test_report_and_live_page_draw_clock_and_power(tmp_path: Path, monkeypatch) -> None:
