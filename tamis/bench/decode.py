@@ -94,7 +94,7 @@ def measure_decoding(
                 rows.append(measure_row(shape, spec, batch, length, repeats, with_model))
                 lines.append(_line(rows[-1]))
                 print(lines[-1], flush=True)
-        _write(Path(out_dir), rows, lines)
+    _write(Path(out_dir), rows, lines)
     print(json.dumps(document))
     return document
 

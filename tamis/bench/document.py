@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 import tamis
-from tamis.run.files.environment import package_versions
+from tamis.run.files.environment import package_versions, recorded_variables
 from tamis.run.files.hardware import GpuLost, read_gpus
 from tamis.run.files.info import measured_commit
 from tamis.run.files.records import utc
@@ -29,21 +30,22 @@ def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "date": utc()[:10],
         "commit": _commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["tamis", *sys.argv[1:]]),
+        "variables": recorded_variables(os.environ),
         "torch": torch.__version__,
         "triton": versions["triton"],
     }
     if device.type != "cuda":
         return facts
-    with suppress(GpuLost, IndexError):  # of another GPU, or of a driver that names none: the figures are right
+    with suppress(GpuLost, IndexError):  # of another GPU, or a driver that names none: the figures are right
         gpu = read_gpus()[device.index or 0]
         facts |= {
             "driver": gpu.driver,
             "power_limit_w": gpu.speed.power_limit_w,
             "default_power_limit_w": gpu.speed.default_power_limit_w,
         }
-        if gpu.speed.handicap:
-            print(f"this GPU is {gpu.speed.handicap}: others of its model are faster", flush=True)
+        if gpu.speed.slowed_or_limited:
+            print(f"this GPU is {gpu.speed.slowed_or_limited}: others of its model are faster", flush=True)
     return facts
 
 

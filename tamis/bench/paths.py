@@ -20,6 +20,7 @@ from tamis.run.files.records import write_json_atomic
 from tamis.train.distributed import choose_device
 from tamis.train.step import autocast
 from tamis.train.tools.probe import measure_steps, random_batches
+from tamis.train.tools.selfcheck import require_right_attention
 
 RESULTS = Path("artifacts/bench")
 BACKENDS: dict[str, Backend] = {"sparse kernels": "auto", "reference": "reference", "dense twin": "auto"}
@@ -58,6 +59,8 @@ def _measure(path: str, config: Config, device: torch.device, steps: int, warmup
     if path == "reference":
         tree["runtime"] |= {"compile": False, "cuda_graph": False}  # plain PyTorch
     shaped, backend = build_config(tree), BACKENDS[path]
+    if path == "sparse kernels":
+        require_right_attention(shaped, device)  # the speed of wrong kernels is no result
     torch._dynamo.reset()
     try:
         loss = _first_loss(shaped, device, backend)

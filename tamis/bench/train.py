@@ -19,6 +19,7 @@ from tamis.config.size import parameter_count
 from tamis.train.distributed import choose_device
 from tamis.train.mfu import Utilisation
 from tamis.train.tools.probe import Measurement, NextTokens, Probe, random_batches
+from tamis.train.tools.selfcheck import require_right_attention
 
 
 def measure_training(
@@ -52,6 +53,7 @@ def _measured(
     config: Config, device: torch.device, steps: int, warmup: int, sources: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each token source, all measured on one model, so that only the source differs."""
+    require_right_attention(config, device)  # the speed of wrong kernels is no result
     torch._dynamo.reset()
     probe = Probe(config, device)
     for source in sources:

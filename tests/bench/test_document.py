@@ -23,8 +23,11 @@ CPU = torch.device("cpu")
 
 
 def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document.sys, "argv", ["/opt/bin/tamis", "bench", "train", "my config.yaml", "--length", "64"])
+    words = ["bench", "train", "my config.yaml", "--length", "64"]
+    monkeypatch.setattr(document.sys, "argv", ["/src/tamis/__main__.py", *words])
+    monkeypatch.setenv("TAMIS_TILES", "off")
     facts = begin_document("train", CPU)
+    assert facts["variables"]["TAMIS_TILES"] == "off"
     assert facts["command"] == "tamis bench train 'my config.yaml' --length 64"
     assert (facts["bench"], facts["torch"], len(facts["date"])) == ("train", torch.__version__, 10)
     assert facts["device"].startswith("CPU") and facts["commit"]
