@@ -57,18 +57,22 @@ def _commit() -> str:
 
 @contextmanager
 def kept_when_interrupted(document: dict[str, Any]) -> Iterator[None]:
-    """End the block at Ctrl-C or TERM, which `timeout` sends, without an error, and mark the document."""
+    """End the block at Ctrl-C or TERM, which `timeout` sends, without an error, and mark the document.
+
+    INT is handled too: a program that a script runs in the background ignores it otherwise.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     except KeyboardInterrupt:
         document["interrupted"] = True
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_code(document: dict[str, Any]) -> int:

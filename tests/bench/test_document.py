@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,14 @@ from tests.cli.typed import typed
 from tests.run.fabricate import GPUS
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in the foreground", "in the background"])
+def handlers(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    """The handlers of TERM and INT before the bench; a program that a script runs in the background ignores INT."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield signal.getsignal(signal.SIGTERM), request.param
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +88,7 @@ def test_a_bench_needs_no_answer_of_the_driver(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_bench_prints_the_rows_it_has(number: int, monkeypatch, capsys) -> None:
+def test_an_interrupted_bench_prints_the_rows_it_has(number: int, handlers, monkeypatch, capsys) -> None:
     measure_length = attention.measure_length
 
     def interrupted(shape, length, *words):
@@ -88,12 +98,11 @@ def test_an_interrupted_bench_prints_the_rows_it_has(number: int, monkeypatch, c
 
     monkeypatch.setattr(attention, "measure_length", interrupted)
     monkeypatch.setattr(attention.branches, "parts", lambda *args: [])
-    handler = signal.getsignal(signal.SIGTERM)
     words = ["--shape", "m7c", "--length", "64", "--length", "96", "--tokens", "96", "--repeats", "1"]
     assert typed("bench", "attention", *words, "--device", "cpu") == 130
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["interrupted"] and {row["length"] for row in last["rows"]} == {64}
-    assert signal.getsignal(signal.SIGTERM) == handler
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
 
 
 def test_a_bench_that_ends_by_itself_is_not_marked() -> None:
