@@ -17,7 +17,7 @@ import torch
 import tamis
 from tamis.run.files.environment import package_versions, recorded_variables
 from tamis.run.files.hardware import GpuLost, read_gpus
-from tamis.run.files.info import measured_commit
+from tamis.run.files.info import measured_commit, without_addresses
 from tamis.run.files.records import utc
 from tamis.train.distributed import device_name
 
@@ -30,7 +30,7 @@ def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "date": utc()[:10],
         "commit": _commit(),
-        "command": shlex.join(["tamis", *sys.argv[1:]]),
+        "command": shlex.join(["tamis", *without_addresses(sys.argv[1:])]),
         "variables": recorded_variables(os.environ),
         "torch": torch.__version__,
         "triton": versions["triton"],
