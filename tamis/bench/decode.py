@@ -25,7 +25,7 @@ from tamis.attention import NSASpec
 from tamis.attention.agreement import LIMIT
 from tamis.attention.decode import nsa_decode
 from tamis.attention.functional import describe
-from tamis.bench.document import begin_document, kept_when_interrupted
+from tamis.bench.document import begin_document, exit_code, kept_when_interrupted
 from tamis.config import build_config
 from tamis.generate.load import device_for, precision_for, to_inference
 from tamis.generate.sample import DecodeStep
@@ -78,7 +78,10 @@ def measure_decoding(
     precision: str | None = None,
     out_dir: str | Path = "artifacts/bench",
 ) -> dict[str, Any]:
-    """Measure every batch and length; write decode.csv and decode_summary.txt; print the table and the document."""
+    """Measure every batch and length; write decode.csv and decode_summary.txt; print the table and the document.
+
+    An interrupted bench writes neither file: those of an earlier one stay.
+    """
     spec = spec or NSASpec()
     target = device_for(device)
     shape = DecodeShape(heads, groups, dim, precision_for(target, precision), target)
@@ -94,7 +97,8 @@ def measure_decoding(
                 rows.append(measure_row(shape, spec, batch, length, repeats, with_model))
                 lines.append(_line(rows[-1]))
                 print(lines[-1], flush=True)
-    _write(Path(out_dir), rows, lines)
+    if not exit_code(document):
+        _write(Path(out_dir), rows, lines)
     print(json.dumps(document))
     return document
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from tamis.attention import NSASpec
 from tamis.bench import decode
 from tamis.bench.decode import measure_decoding
+from tamis.bench.document import exit_code
 
 SPEC = NSASpec(8, 4, 16, 4, 24)
 
@@ -31,6 +34,23 @@ def test_table_csv_summary_and_the_last_line_hold_the_same_figures(tmp_path: Pat
     assert [(int(r["batch"]), int(r["length"])) for r in rows] == [(1, 64), (3, 64), (1, 200), (3, 200)]
     assert [float(r["nsa_ms"]) for r in rows] == [r["nsa_ms"] for r in document["rows"]]
     assert (tmp_path / "decode_summary.txt").read_text().splitlines() == printed[:-1]
+
+
+def test_an_interrupted_bench_leaves_the_files_of_an_earlier_one(tmp_path: Path, monkeypatch) -> None:
+    run(tmp_path)
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    rows: list[dict] = []
+
+    def interrupted(*words):
+        if rows:
+            os.kill(os.getpid(), signal.SIGTERM)
+        rows.append({"batch": 1, "length": 64} | dict.fromkeys(decode.COLUMNS[2:], 1))
+        return rows[-1]
+
+    monkeypatch.setattr(decode, "measure_row", interrupted)
+    document = run(tmp_path)
+    assert (len(document["rows"]), exit_code(document)) == (1, 130)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_reads_are_counted_and_compared_with_the_formula(tmp_path: Path) -> None:

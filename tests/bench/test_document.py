@@ -6,20 +6,23 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tamis.bench import attention, document
+from tamis.bench import attention, document, paths, train
 from tamis.bench.document import begin_document, exit_code, kept_when_interrupted
 from tamis.run.files.hardware import GpuLost, GpuSpeed
 from tamis.run.files.info import measured_commit
+from tamis.train.guards import Anomaly
 from tests.cli.typed import typed
 from tests.run.fabricate import GPUS
+from tests.train.processes import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -33,12 +36,12 @@ def handlers(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
 
 
 def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["bench", "train", "my config.yaml", "--length", "64"]
+    words = ["bench", "train", "my config.yaml", "--length", "64", "notify.to=https://host/secret"]
     monkeypatch.setattr(document.sys, "argv", ["/src/tamis/__main__.py", *words])
     monkeypatch.setenv("TAMIS_TILES", "off")
     facts = begin_document("train", CPU)
     assert facts["variables"]["TAMIS_TILES"] == "off"
-    assert facts["command"] == "tamis bench train 'my config.yaml' --length 64"
+    assert facts["command"] == "tamis bench train 'my config.yaml' --length 64 'notify.to=…'"
     assert (facts["bench"], facts["torch"], len(facts["date"])) == ("train", torch.__version__, 10)
     assert facts["device"].startswith("CPU") and facts["commit"]
 
@@ -103,6 +106,36 @@ def test_an_interrupted_bench_prints_the_rows_it_has(number: int, handlers, monk
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["interrupted"] and {row["length"] for row in last["rows"]} == {64}
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+
+
+def measure_steps(bench: ModuleType, folder: Path, monkeypatch, proof: Callable[[], None]) -> dict[str, Any]:
+    """The document of a bench of training steps, with this in place of the proof that its kernels are right."""
+    monkeypatch.setattr(bench, "require_right_attention", lambda config, device: proof())
+    config = tiny_config(folder)
+    if bench is train:
+        return train.measure_training(config, [32], tokens=64, steps=1, warmup=0, with_data=False)
+    monkeypatch.setattr(paths, "why_no_kernels", lambda *shape: None)
+    code = paths.compare(config, 1, 0, folder / "results")
+    (written,) = (folder / "results").iterdir()
+    found: dict[str, Any] = json.loads(written.read_text())
+    assert code == exit_code(found)
+    return found
+
+
+@pytest.mark.parametrize("bench", [train, paths])
+def test_a_bench_of_training_steps_reports_nothing_of_wrong_kernels(bench, tmp_path, monkeypatch) -> None:
+    def disagree() -> None:
+        raise Anomaly("attention_mismatch", "window dq")
+
+    with pytest.raises(Anomaly, match="window dq"):
+        measure_steps(bench, tmp_path, monkeypatch, disagree)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("bench", [train, paths])
+def test_an_interrupted_bench_of_training_steps_is_marked(bench, tmp_path, monkeypatch) -> None:
+    done = measure_steps(bench, tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (done["interrupted"], done["rows"]) == (True, [])
 
 
 def test_a_bench_that_ends_by_itself_is_not_marked() -> None:
