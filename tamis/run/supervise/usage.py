@@ -50,7 +50,7 @@ def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
     rows = "".join(_row(time.time(), gpu) for gpu in gpus)
     with suppress(OSError):  # a lost sample must not end the run
         if path.exists() and (path.stat().st_size > MAX_BYTES or not _has_header(path)):
-            _rewrite(path)
+            _rewrite(path, MAX_BYTES // 2 if path.stat().st_size > MAX_BYTES else MAX_BYTES)
         with open_to_append(path) as file:
             file.write((rows if file.seek(0, os.SEEK_END) else f"{HEADER}\n{rows}").encode())
 
@@ -107,10 +107,10 @@ def _has_header(path: Path) -> bool:
         return file.readline(2 * len(HEADER)).strip() in (b"", HEADER.encode())
 
 
-def _rewrite(path: Path) -> None:
-    """Keep the newer rows, all with the columns of the header."""
+def _rewrite(path: Path, most: int) -> None:
+    """Keep the last `most` bytes, all rows with the columns of the header."""
     lines = [HEADER]
-    for line in read_last_lines(path, MAX_BYTES // 2):
+    for line in read_last_lines(path, most):
         if parse_usage(line) is not None:
             row = line.decode(errors="replace")
             lines.append(row + "," * (HEADER.count(",") - row.count(",")))

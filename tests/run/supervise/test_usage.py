@@ -69,6 +69,20 @@ def test_rows_of_an_earlier_version_are_read_and_damaged_ones_left_out(tmp_path:
     assert GrowingFiles().usage(run) == [old, silent, new]
 
 
+def test_a_file_that_is_too_long_loses_its_older_half_and_an_earlier_version_s_loses_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    rows = [f"{1780000010 + second}.0,0,1,2,90" for second in range(100)]
+    usage_csv(run).write_text("\n".join(["ts,gpu,used_mib,total_mib,utilisation_percent", *rows]) + "\n")
+    monkeypatch.setattr(usage, "MAX_BYTES", usage_csv(run).stat().st_size)
+    append_usage(run, GPUS[:1])
+    assert len(read_usage(usage_csv(run))) == 101  # longer now, by the new columns
+    append_usage(run, GPUS[:1])
+    assert 40 < len(kept := read_usage(usage_csv(run))) < 60
+    assert kept[-2].used_mib == kept[-1].used_mib == GPUS[0].used_mib
+
+
 @pytest.mark.parametrize(
     ("recent", "shown"),
     [
