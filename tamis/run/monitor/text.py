@@ -216,8 +216,7 @@ def _rank_line(view: RankView) -> str:
 
 def _gpu_line(gpu: Gpu) -> str:
     busy = "busy ?" if gpu.utilisation_percent is None else f"busy {gpu.utilisation_percent:3d}%"
-    share = gpu.used_mib / gpu.total_mib if gpu.total_mib else 0.0
-    memory = f"{bar(share, 10)} {gpu.used_mib:,}/{gpu.total_mib:,} MiB"
+    memory = f"{gpu.used_mib / 1024:.1f}/{gpu.total_mib / 1024:.1f} GiB"
     return "  ".join([f"GPU {gpu.index}", busy, memory, *_speed_words(gpu.speed), gpu.name])
 
 
