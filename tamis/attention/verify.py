@@ -19,8 +19,8 @@ from tamis.attention import reference
 from tamis.attention.agreement import (
     LIMIT,
     WHOLE,
+    Call,
     Check,
-    behind_others,
     by_kernels,
     compare_with_reference,
     out_and_gradients,
@@ -28,6 +28,7 @@ from tamis.attention.agreement import (
     relative_rmse,
 )
 from tamis.attention.decode import nsa_decode, tile_attention, use_kernels
+from tamis.attention.packing import documents
 from tamis.attention.spec import DeviceStart, NSASpec
 
 SELECTION_LIMIT = 1e-5  # share of a row's best score that its choice may lose: float32 rounding, not wrong blocks
@@ -51,13 +52,13 @@ def verify(
 ) -> list[Check]:
     """Compare `backend` with the reference at this shape, by default at an odd length."""
     tokens = tokens or odd_length(spec)
-    inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens, seed)
+    inputs, call = random_inputs(device, dtype, heads, groups, dim, spec, tokens, seed), Call(spec, backend)
+    ids = call.chosen_blocks(inputs)
     checks = []
     for branch, case in enumerate(CASES):
         one_branch = torch.eye(4, 3, dtype=dtype, device=device)[branch].expand_as(inputs[-1])
         gates = inputs[-1] if branch == WHOLE else one_branch
-        checks += compare_with_reference(case, branch, [*inputs[:-1], gates], spec, backend)
-    ids = attention.select_blocks(inputs[0], inputs[1], spec, backend=backend)
+        checks += compare_with_reference(case, branch, [*inputs[:-1], gates], call, ids)
     checks.append(_selection("selection loss", inputs, ids, [slice(0, tokens)], spec))
     return [*checks, _repeats(inputs, spec, backend), _causality(inputs, spec, backend)]
 
@@ -84,7 +85,16 @@ def verify_packed(
     ends = packed_ends(tokens)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     bound = max(max_seqlen or tokens, *(end - begin for begin, end in pairwise(ends)))
-    return compare_with_reference("packed", WHOLE, inputs, spec, backend, offsets, times, bound)
+    call = Call(spec, backend, times, offsets, bound)
+    ids = call.chosen_blocks(inputs)
+    losses = [
+        _selection_loss(inputs[0][:, at], inputs[1][:, blocks], ids[:, at], spec, 0)
+        for at, blocks in documents(offsets, tokens, spec)
+    ]
+    return [
+        *compare_with_reference("packed", WHOLE, inputs, call, ids),
+        Check("packed selection loss", max(losses), SELECTION_LIMIT),
+    ]
 
 
 def packed_ends(tokens: int) -> tuple[int, ...]:
@@ -103,20 +113,22 @@ def verify_batch(
     backend: attention.Backend = "auto",
     tokens: int | None = None,
     most_scores: int = REFERENCE_SCORES,
+    packed: bool = False,
 ) -> list[Check]:
     """Compare the last sequence of a batch with the reference: large calls have kernels and an order of their own.
 
-    Of a long sequence `compared_rows` are compared; the gradient of the output is 0 elsewhere. The reference takes the
-    kernels' choice of blocks, which is compared apart: scores of two of many blocks can differ by rounding alone.
+    Of a long sequence `compared_rows` are compared; the gradient of the output is 0 elsewhere. With `packed` the
+    sequences are documents of one row.
     """
     tokens = tokens or odd_length(spec)
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens)
-    rows, case = compared_rows(tokens, heads, spec, most_scores), f"batch of {batch}"
-    q, k_cmp = (behind_others(x, batch, 0) for x in inputs[:2])
-    ids = attention.select_blocks(q, k_cmp, spec, backend=backend)[-1:]
+    rows, case = compared_rows(tokens, heads, spec, most_scores), f"{'row' if packed else 'batch'} of {batch}"
+    offsets = torch.tensor((0, tokens), dtype=torch.int32, device=device) if packed else None
+    call = Call(spec, backend, batch, offsets, tokens)
+    ids = call.chosen_blocks(inputs)
     return [
-        *compare_with_reference(case, WHOLE, inputs, spec, backend, times=batch, rows=rows, ids=ids),
-        _selection(f"{case} selection loss", inputs, ids, rows, spec),
+        *compare_with_reference(case, WHOLE, inputs, call, ids, rows),
+        _selection(f"{case} selection loss", inputs, ids, rows + rows_between(rows), spec),
     ]
 
 
@@ -130,6 +142,13 @@ def compared_rows(tokens: int, heads: int, spec: NSASpec, most_scores: int = REF
     first = min(2 * spec.n_sel * spec.l_sel, math.isqrt(most_scores // (4 * heads)))
     last = max(1, most_scores // (2 * heads * tokens))
     return [slice(0, first), slice(tokens - last, tokens)]
+
+
+def rows_between(rows: Sequence[slice]) -> list[slice]:
+    """As many tokens as the last rows have at a half, a quarter, … of a long sequence, up to the first rows."""
+    first, last = rows[0], rows[-1]
+    begins = (last.stop >> halvings for halvings in range(1, last.stop.bit_length()))
+    return [slice(begin, begin + last.stop - last.start) for begin in begins if begin >= first.stop]
 
 
 def odd_length(spec: NSASpec) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from tests.attention.devices import DEVICE  # isort: skip
 from tamis.attention import NSASpec, op, reference
-from tamis.attention.agreement import Check
+from tamis.attention.agreement import Check, larger_error, random_inputs, relative_rmse
 from tamis.attention.kernels import tape
 from tamis.attention.verify import (
     REFERENCE_SCORES,
@@ -29,12 +29,12 @@ def failures(backend="triton", tokens=None):
     return {check.name for check in checks if not check.passed}, {check.name for check in checks}
 
 
-def plant(monkeypatch, wrong):
-    """Put `wrong(branches, inputs)`, which may spoil the three outputs, in the place of the kernels."""
+def plant(monkeypatch, wrong=lambda branches, inputs: branches, choose=reference.select_blocks):
+    """In the place of the kernels put `wrong(branches, inputs)`, which may spoil the three outputs, and `choose`."""
 
     def nsa_attention(*inputs, spec, backend, cu_seqlens=None):
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-        ids = reference.select_blocks(q, k_cmp, spec)
+        ids = choose(q, k_cmp, spec)
         branches = [
             reference.compressed_attention(q, k_cmp, v_cmp, spec),
             reference.selected_attention(q, k_sel, v_sel, ids, spec),
@@ -43,6 +43,7 @@ def plant(monkeypatch, wrong):
         return reference.mix_branches(wrong(branches, inputs), gates)
 
     monkeypatch.setattr(module.attention, "nsa_attention", nsa_attention)
+    monkeypatch.setattr(module.attention, "select_blocks", lambda q, k_cmp, spec, backend: choose(q, k_cmp, spec))
 
 
 def test_right_kernels_pass_every_check():
@@ -55,7 +56,8 @@ def test_right_kernels_pass_every_check():
 def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(monkeypatch):
     shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 27)
     checks = verify_packed(*shape)
-    assert [check.name for check in checks[:3]] == ["packed out", "packed dq", "packed dk_cmp"] and len(checks) == 9
+    assert [check.name for check in checks[:3]] == ["packed out", "packed dq", "packed dk_cmp"] and len(checks) == 10
+    assert checks[-1].name == "packed selection loss"
     assert all(check.passed for check in checks)
     right = op.window_forward
     monkeypatch.setattr(op, "window_forward", lambda *arguments: right(*arguments[:7], None, arguments[8]))
@@ -65,17 +67,17 @@ def test_packed_documents_are_compared_and_kernels_that_cross_a_boundary_fail(mo
 
 def test_documents_that_exceed_the_trained_length_are_no_failure():
     checks = verify_packed(DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 97, max_seqlen=16)
-    assert len(checks) == 9 and all(check.passed for check in checks)
+    assert len(checks) == 10 and all(check.passed for check in checks)
 
 
 def test_the_last_documents_of_a_long_row_are_compared(monkeypatch):
     shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 27)
     checks = verify_packed(*shape, times=3)
-    assert len(checks) == 9 and all(check.passed for check in checks)
+    assert len(checks) == 10 and all(check.passed for check in checks)
     right = op.compressed_forward
 
-    def forgets_the_last_token_of_a_long_row(*arguments):
-        out, lse = right(*arguments)
+    def forgets_the_last_token_of_a_long_row(*arguments, **options):
+        out, lse = right(*arguments, **options)
         out[:, 3 * 27 - 1 :] = 0
         return out, lse
 
@@ -126,17 +128,54 @@ def test_a_wrong_token_at_either_end_of_a_long_sequence_is_caught(token, is_caug
     assert {"batch of 2 out", "batch of 2 dv_win"} <= failed if is_caught else not failed
 
 
-def test_a_wrong_choice_at_the_end_of_a_long_sequence_is_caught(monkeypatch):
-    right = module.attention.select_blocks
-
-    def second_newest_twice(q, k_cmp, spec, backend):
-        ids = right(q, k_cmp, spec, backend=backend).clone()
-        ids[:, -1, :, 1] = ids[:, -1, :, 2]
+@pytest.mark.parametrize(
+    ("token", "is_caught"), [(31, True), (47, False), (48, True), (68, True), (69, False), (96, True)]
+)
+def test_a_wrong_choice_at_either_end_or_half_way_of_a_long_sequence_is_caught(token, is_caught, monkeypatch):
+    def second_newest_twice(q, k_cmp, spec):
+        ids = reference.select_blocks(q, k_cmp, spec)
+        ids[:, token, :, 1] = ids[:, token, :, 2]
         return ids
 
-    monkeypatch.setattr(module.attention, "select_blocks", second_newest_twice)
+    plant(monkeypatch, choose=second_newest_twice)
     checks = verify_batch(DEVICE, torch.float32, 2, 1, 16, SMALL, 1, "reference", 97, FEW_SCORES)
-    assert {"batch of 1 selection loss"} <= {check.name for check in checks if not check.passed}
+    failed = {check.name for check in checks if not check.passed}
+    assert failed == ({"batch of 1 selection loss"} if is_caught else set())
+
+
+def test_documents_as_long_as_a_sequence_are_compared(monkeypatch):
+    shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, 2, "triton", 97, FEW_SCORES)
+    checks = verify_batch(*shape, packed=True)
+    assert checks[0].name == "row of 2 out" and len(checks) == 10
+    assert all(check.passed for check in checks)
+    right = op.window_forward
+    monkeypatch.setattr(op, "window_forward", lambda *arguments: right(*arguments[:7], None, arguments[8]))
+    tape.forget()
+    assert {"row of 2 out"} <= {check.name for check in verify_batch(*shape, packed=True) if not check.passed}
+    assert all(check.passed for check in verify_batch(*shape))
+
+
+def test_what_is_wrong_at_the_end_alone_is_no_small_share_of_the_whole():
+    right = torch.cat([torch.ones(1, 64), torch.full((1, 1024), 1e-6)], dim=1)
+    wrong = right.where(torch.arange(1088) < 64, 0.0)
+    assert relative_rmse(wrong, right) < 1e-5
+    assert larger_error(wrong, right, 64) == 1.0
+
+
+def test_another_choice_among_equal_scores_is_no_failure(monkeypatch):
+    def equal_scores(*arguments):
+        inputs = random_inputs(*arguments)
+        return [inputs[0], torch.zeros_like(inputs[1]), *inputs[2:]]
+
+    def the_higher_of_two(q, k_cmp, spec):
+        ids = reference.select_blocks(q, k_cmp, spec)
+        assert bool((ids == 1).any())
+        return torch.where((ids == 1) & (ids[..., 2:3] > 2), 2, ids)
+
+    monkeypatch.setattr(module, "random_inputs", equal_scores)
+    plant(monkeypatch, choose=the_higher_of_two)
+    assert failures(backend="reference", tokens=97)[0] == set()
+    assert all(check.passed for check in verify_batch(DEVICE, torch.float32, 2, 1, 16, SMALL, 2, "reference", 97))
 
 
 @pytest.mark.parametrize("heads", [1, 12, 64])
@@ -184,19 +223,16 @@ def test_a_wrong_gradient_is_caught_where_it_is(monkeypatch):
 
 
 def test_a_wrong_choice_of_blocks_is_caught(monkeypatch):
-    def oldest_blocks(q, k_cmp, spec, backend):
-        return reference.select_blocks(q, torch.zeros_like(k_cmp), spec)
-
-    monkeypatch.setattr(module.attention, "select_blocks", oldest_blocks)
+    plant(monkeypatch, choose=lambda q, k_cmp, spec: reference.select_blocks(q, torch.zeros_like(k_cmp), spec))
     assert failures(backend="reference")[0] == {"selection loss"}
 
 
 def test_missing_forced_blocks_are_caught(monkeypatch):
-    def never_the_first(q, k_cmp, spec, backend):
+    def never_the_first(q, k_cmp, spec):
         ids = reference.select_blocks(q, k_cmp, spec)
         return torch.where(ids == 0, 1, ids).unique_consecutive(dim=-1)
 
-    monkeypatch.setattr(module.attention, "select_blocks", never_the_first)
+    plant(monkeypatch, choose=never_the_first)
     assert failures(backend="reference")[0] == {"selection loss"}
 
 

@@ -49,7 +49,8 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     """Compare kernels with the reference at the trained length, or at another; empty where the reference computes.
 
     First every branch of one sequence is compared, as long as the reference can hold; then a micro-batch, or as many
-    tokens in sequences of another length.
+    tokens in sequences of another length. Where training packs documents, those are short documents of a row, and for
+    long sequences also documents that are as long.
     """
     dtype = DTYPES[config.runtime.precision]
     model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
@@ -62,10 +63,11 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     many = sequences_of(config, one)
     results = _results(verify(*shape, tokens=one), one)
     batch, length = (many, tokens) if tokens else (train.batch_size, train.seq_len)
-    if config.data.packing == "documents":
+    packs = config.data.packing == "documents"
+    if packs:
         results += _results(verify_packed(*shape, tokens=one, times=many, max_seqlen=train.seq_len), one * many)
-    elif (batch, length) != (1, one):
-        results += _results(verify_batch(*shape, batch, tokens=length), length)
+    if length != one or (batch > 1 and not packs):
+        results += _results(verify_batch(*shape, batch, tokens=length, packed=packs), length)
     return results
 
 

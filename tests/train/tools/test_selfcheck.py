@@ -57,15 +57,16 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     called: list[tuple[str, int, int]] = []
 
     def packed(*_, tokens, times, max_seqlen):
-        assert max_seqlen == 96
+        assert max_seqlen in (96, 65536)
         return called.append(("packed", times, tokens)) or []
+
+    def whole(*shape, tokens, packed):
+        return called.append(("row" if packed else "batch", shape[-1], tokens)) or []
 
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(selfcheck, "model_is_causal", lambda *_: [])
     monkeypatch.setattr(selfcheck, "verify", lambda *_, tokens: called.append(("one", 1, tokens)) or [])
-    monkeypatch.setattr(
-        selfcheck, "verify_batch", lambda *shape, tokens: called.append(("batch", shape[-1], tokens)) or []
-    )
+    monkeypatch.setattr(selfcheck, "verify_batch", whole)
     monkeypatch.setattr(selfcheck, "verify_packed", packed)
     return called
 
@@ -84,9 +85,14 @@ ODD = (3 + 5) * 16 + 5
             [("one", 1, 96), ("packed", 4, 96)],
             [("one", 1, ODD), ("packed", 3, ODD)],
         ),
+        (
+            ["train.seq_len=65536", "data.packing=documents"],
+            [("one", 1, 256), ("packed", 256, 256), ("row", 1, 65536)],
+            [("one", 1, ODD), ("packed", 493, ODD)],
+        ),
         (["nsa.layers=window"], [], []),
     ],
-    ids=["one sequence", "several", "long", "packed", "no NSA"],
+    ids=["one sequence", "several", "long", "packed", "long and packed", "no NSA"],
 )
 def test_kernels_are_proved_on_a_micro_batch_as_they_train_and_by_verify_at_an_odd_length_too(
     overrides: list[str], before_training: list, by_verify: list, proved: list
