@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -52,11 +53,18 @@ class Receiver:
 
     def until(self, count: int) -> list[dict[str, Any]]:
         """The accepted messages, once there are so many."""
+        self._wait(lambda: len(self.accepted) >= count)
+        return self.accepted
+
+    def until_told(self, event: str, ending: str) -> None:
+        """Wait for a message of this event that ends so."""
+        self._wait(lambda: any(m["event"] == event and m["message"].endswith(ending) for m in list(self.accepted)))
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while len(self.accepted) < count:
+        while not condition():
             assert time.monotonic() < deadline, self.accepted
             time.sleep(0.01)
-        return self.accepted
 
     def close(self) -> None:
         self.release.set()
