@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tamis.run.files.console import printable, printable_line
-from tamis.run.files.directory import RunDirectory
+from tamis.run.files.directory import DirectoryReplaced, RunDirectory
 from tamis.run.files.reading import open_to_append, parse_json_line, read_last_lines
 from tamis.run.files.records import is_time, write_text_atomic
 
@@ -41,9 +41,10 @@ class EventLog:
         if evidence:
             line["evidence"] = evidence
         try:
+            self.run.require_held()
             with open_to_append(self.run.events) as file:
                 file.write((json.dumps(line, default=str) + "\n").encode())
-        except OSError as error:  # a full disk must not end the supervisor
+        except (OSError, DirectoryReplaced) as error:  # neither may end the supervisor before its workers
             reason += f" (not recorded: {error})"
         if self._say is not None:
             self._say(f"[{self.by}] {printable_line(event)}: {printable(reason)}")

@@ -107,6 +107,7 @@ class WorkerProcesses:
     def __init__(
         self, command: Sequence[str], log: Path, screens: tuple[Screen, Screen], stdin: int = subprocess.DEVNULL
     ) -> None:
+        file = _open_log(log)  # before there are workers: once they run, someone may move OUT
         (out, to_out), (errors, to_errors) = _large_pipe(), _large_pipe()
         self.process = subprocess.Popen(
             command,
@@ -120,7 +121,7 @@ class WorkerProcesses:
         os.close(to_out)
         os.close(to_errors)
         streams = dict(zip((out, errors), screens, strict=True))
-        self._streaming = threading.Thread(target=_stream, args=(streams, log), daemon=True)
+        self._streaming = threading.Thread(target=_stream, args=(streams, file), daemon=True)
         self._streaming.start()
 
     def has_ended(self) -> bool:
@@ -169,16 +170,16 @@ def _large_pipe() -> tuple[int, int]:
     return reader, writer
 
 
-def _stream(screens: dict[int, Screen], log: Path) -> None:
+def _stream(screens: dict[int, Screen], log: IO[bytes]) -> None:
     """Copy the workers' output until both pipes close; they are emptied even if terminal and log fail."""
     filters = {pipe: LogFilter() for pipe in screens}
-    with _open_log(log) as file:
+    with log:
         while filters:
             for pipe in select.select(list(filters), [], [])[0]:  # stdout first: it explains the error that follows
                 if data := os.read(pipe, 1 << 16):
                     screens[pipe].write(data)
                     with contextlib.suppress(OSError):  # a full disk costs the log, not the run
-                        file.write(filters[pipe].feed(data))
+                        log.write(filters[pipe].feed(data))
                 else:
                     del filters[pipe]
                     os.close(pipe)
