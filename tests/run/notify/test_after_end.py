@@ -53,9 +53,10 @@ def when(condition: Callable[[], object], then: Callable[[], object]) -> None:
 
     def wait() -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not condition() and time.monotonic() < deadline:
+        while not (holds := condition()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        then()
+        if holds:
+            then()
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -44,7 +44,8 @@ def test_an_answer_that_will_not_change_is_not_asked_for_again(receiving) -> Non
     outbox.close()
 
 
-def test_a_service_that_never_answers_is_left_alone_and_the_end_does_not_wait_for_it(receiving) -> None:
+def test_a_service_that_never_answers_is_left_alone_and_the_end_does_not_wait_for_it(receiving, monkeypatch) -> None:
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.3)
     receiver, reports = receiving(*[0] * 99), []
     outbox = Outbox(f"http://{receiver.place}/secret", reports.append)
     outbox.put(message())
@@ -70,7 +71,6 @@ def test_a_service_that_is_down_and_comes_back_gets_the_message(receiving, monke
 
 
 def test_at_the_end_the_newest_message_goes_first_and_old_ones_make_room(receiving, monkeypatch) -> None:
-    monkeypatch.setattr(delivery, "TIMEOUT_S", 60.0)
     receiver = receiving(0)
     outbox = Outbox(f"http://{receiver.place}/", lambda _: None)
     outbox.put(message("in progress"))

@@ -14,6 +14,7 @@ from tamis.run.files.events import EventLog, read_events
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.handover.redaction import redactor
 from tamis.run.handover.report import report_page
+from tamis.run.notify import delivery
 from tamis.run.notify import notifier as notifier_module
 from tamis.run.notify.notifier import Notifier, addresses_for, notified, send_test
 from tests.run.notify.launches import config_for, launch_fake, supervise_fake
@@ -67,6 +68,7 @@ def test_a_launch_at_its_limit_writes_the_report_and_names_the_key(tmp_path: Pat
 
 def test_a_service_that_never_answers_does_not_hold_up_the_run(tmp_path: Path, receiving, monkeypatch) -> None:
     monkeypatch.setattr(notifier_module, "FLUSH_S", 0.1)
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 0.3)
     receiver = receiving(*[0] * 99)
     assert launch_fake(config_for(tmp_path / "out", notify={"to": [f"http://{receiver.place}/secret"]})) == 0
     assert not receiver.release.is_set() and receiver.accepted == []
@@ -155,7 +157,8 @@ def test_messages_are_limited_per_hour_but_the_end_always_comes(tmp_path: Path, 
     assert receiver.events() == ["note", "note", "note", "halt"]
 
 
-def test_a_digest_comes_when_its_time_has_come(tmp_path: Path, receiving) -> None:
+def test_a_digest_comes_when_its_time_has_come(tmp_path: Path, receiving, monkeypatch) -> None:
+    monkeypatch.setattr(notifier_module, "MOST_PER_HOUR", 10**6)
     receiver, out = receiving(), RunDirectory(tmp_path / "out").create()
     config = config_for(tmp_path / "out", notify={"digest_hours": 1e-5})
     with notified(config, out, CostMeter(config, out), [f"http://{receiver.place}/"]):
