@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 
 import tamis
+from tamis.run.background import signals_handled
 from tamis.run.files.environment import package_versions, recorded_variables
 from tamis.run.files.hardware import GpuLost, read_gpus
 from tamis.run.files.info import measured_commit, without_addresses
 from tamis.run.files.records import utc
+from tamis.run.handover.redaction import redactor
 from tamis.train.distributed import device_name
+
+INTERRUPTIONS = signal.SIGTERM, signal.SIGINT
 
 
 def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "date": utc()[:10],
         "commit": _commit(),
-        "command": shlex.join(["tamis", *without_addresses(sys.argv[1:])]),
+        "command": redactor(os.environ)(shlex.join(["tamis", *without_addresses(sys.argv[1:])])),
         "variables": recorded_variables(os.environ),
         "torch": torch.__version__,
         "triton": versions["triton"],
@@ -59,20 +64,19 @@ def _commit() -> str:
 def kept_when_interrupted(document: dict[str, Any]) -> Iterator[None]:
     """End the block at Ctrl-C or TERM, which `timeout` sends, without an error, and mark the document.
 
-    INT is handled too: a program that a script runs in the background ignores it otherwise.
+    A call of a GPU that hangs is not interrupted: `timeout -k 60` kills the bench then. INT is handled too: a program
+    that a script runs in the background ignores it otherwise. Python handles signals in its main thread alone.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        document["interrupted"] = True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    with signals_handled(dict.fromkeys(INTERRUPTIONS, interrupt) if is_main else {}):
+        try:
+            yield
+        except KeyboardInterrupt:
+            document["interrupted"] = True
 
 
 def exit_code(document: dict[str, Any]) -> int:

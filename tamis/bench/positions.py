@@ -36,6 +36,7 @@ def measure_positions(
     """Measure perplexity over `reach` trained lengths; write positions.json; print the table and the document."""
     if reach < 1:
         raise ValueError(f"reach must be at least 1 trained length, got {reach}")
+    document = begin_document("positions", device_for(device))
     plain = load_model(checkpoint, device="cpu")
     trained = plain.config.train.seq_len
     tokens = held_out(plain.config, reach * trained, sequences)
@@ -50,7 +51,6 @@ def measure_positions(
         losses = loss_by_position(model, tokens).unflatten(0, (reach, trained)).mean(dim=1)
         rows[f"{scale:g}"] = [round(math.exp(loss), 4) for loss in losses.tolist()]
         print(f"{scale:10g}" + "".join(f"{value:14.3f}" for value in rows[f"{scale:g}"]), flush=True)
-    document = begin_document("positions", device_for(device))
     document |= {
         "trained_length": trained,
         "step": plain.step,

@@ -99,6 +99,7 @@ def measure_tiles(shape: TuneShape, processes: int | None = None) -> dict[str, A
     if path is None:
         raise ValueError("TAMIS_TILES is off, so there is no file to store tiles in: unset it, or name a file")
     compile_candidates(shape, gpu, processes or processes_that_fit())
+    document = begin_document("tune", device)
     say(f"timing at {shape.length:,} tokens, {shape.key}, on {gpu.name}", sys.stderr)
     rows: list[dict[str, Any]] = []
     for each in kernel_calls(shape, device):
@@ -108,8 +109,7 @@ def measure_tiles(shape: TuneShape, processes: int | None = None) -> dict[str, A
         _print_row(rows[-1])
     write_tiles(path, gpu, shape.key, {row["kernel"]: row.pop("tile") for row in rows})
     print(f"stored in {path} for {gpu.key}; delete it, or set TAMIS_TILES=off, for the shipped tiles")
-    facts = {"gpu": gpu.key, "shape": shape.key, "length": shape.length, "file": str(path), "rows": rows}
-    return begin_document("tune", device) | facts
+    return document | {"gpu": gpu.key, "shape": shape.key, "length": shape.length, "file": str(path), "rows": rows}
 
 
 def require_gpu(shape: TuneShape) -> GpuModel:

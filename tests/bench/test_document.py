@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,11 +38,13 @@ def handlers(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
 
 def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "train", "my config.yaml", "--length", "64", "notify.to=https://host/secret"]
+    words.append("cost.on_end=[curl, -H, Authorization: Bearer sk-secret-of-somebody]")
     monkeypatch.setattr(document.sys, "argv", ["/src/tamis/__main__.py", *words])
     monkeypatch.setenv("TAMIS_TILES", "off")
     facts = begin_document("train", CPU)
     assert facts["variables"]["TAMIS_TILES"] == "off"
-    assert facts["command"] == "tamis bench train 'my config.yaml' --length 64 'notify.to=…'"
+    assert facts["command"].startswith("tamis bench train 'my config.yaml' --length 64 'notify.to=…' 'cost.on_end=")
+    assert "Bearer [redacted]" in facts["command"] and "secret" not in facts["command"]
     assert (facts["bench"], facts["torch"], len(facts["date"])) == ("train", torch.__version__, 10)
     assert facts["device"].startswith("CPU") and facts["commit"]
 
@@ -138,8 +141,16 @@ def test_an_interrupted_bench_of_training_steps_is_marked(bench, tmp_path, monke
     assert (done["interrupted"], done["rows"]) == (True, [])
 
 
-def test_a_bench_that_ends_by_itself_is_not_marked() -> None:
+def test_a_bench_that_ends_by_itself_is_not_marked_in_any_thread() -> None:
     facts: dict[str, object] = {}
-    with kept_when_interrupted(facts):
-        pass
-    assert (facts, exit_code(facts)) == ({}, 0)
+
+    def bench() -> None:
+        with kept_when_interrupted(facts):
+            facts["rows"] = 1
+
+    bench()
+    assert (facts.pop("rows"), facts, exit_code(facts)) == (1, {}, 0)
+    thread = threading.Thread(target=bench)
+    thread.start()
+    thread.join()
+    assert facts == {"rows": 1}
