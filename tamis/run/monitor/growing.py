@@ -13,10 +13,11 @@ from tamis.run.checks.evidence import parse_row
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import Heartbeat, HeartbeatFollower, previous_file, read_heartbeats
 from tamis.run.files.reading import lines_after, open_to_read, sample_lines
+from tamis.run.limits import JUDGED_STEPS
 from tamis.run.supervise.usage import UsageSample, parse_usage, usage_csv
 
 BEATS_OF_RANK_0 = 3000  # about a thousand steps: enough for recent curves and a steady ETA
-BEATS_OF_OTHERS = 60
+BEATS_OF_OTHERS = 6 * JUDGED_STEPS  # three a step, and those of saves and evaluations
 BYTES_PER_BEAT = 2048
 SAMPLED_ROWS = 2000  # more than a screen can show
 TAIL_BYTES = 256 << 10  # of a CSV file, read without sampling

@@ -7,7 +7,7 @@ import math
 from tamis.run.cost import Spent, money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import counted, printable_line
-from tamis.run.files.hardware import Gpu, GpuSpeed
+from tamis.run.files.hardware import FAULTS, Gpu, GpuSpeed
 from tamis.run.files.records import utc
 from tamis.run.monitor.ranks import RankView
 from tamis.run.monitor.snapshot import GateView, Snapshot
@@ -217,15 +217,17 @@ def _rank_line(view: RankView) -> str:
 def _gpu_line(gpu: Gpu) -> str:
     busy = "busy ?" if gpu.utilisation_percent is None else f"busy {gpu.utilisation_percent:3d}%"
     memory = f"{gpu.used_mib / 1024:.1f}/{gpu.total_mib / 1024:.1f} GiB"
-    return "  ".join([f"GPU {gpu.index}", busy, memory, *_speed_words(gpu.speed), gpu.name])
+    faults = [cause for cause in gpu.speed.slowed_by if cause in FAULTS]  # early: a narrow screen cuts the end
+    slowed = [f"slowed by {', '.join(faults)}"] if faults else []
+    return "  ".join([f"GPU {gpu.index}", busy, *slowed, memory, *_speed_words(gpu.speed), gpu.name])
 
 
 def _speed_words(speed: GpuSpeed) -> list[str]:
     clock, power, heat = speed.clock_mhz, speed.power_w, speed.temperature_c
-    words = [] if clock is None else [_out_of(clock, speed.top_clock_mhz, "MHz")]
+    words = [] if heat is None else [f"{heat} °C"]
+    words += [] if clock is None else [_out_of(clock, speed.top_clock_mhz, "MHz")]
     words += [] if power is None else [_out_of(power, speed.power_limit_w, "W")]
-    words += [] if heat is None else [f"{heat} °C"]
-    return [*words, f"slowed by {', '.join(speed.slowed_by)}"] if speed.slowed_by else words
+    return words
 
 
 def _out_of(value: int, most: int | None, unit: str) -> str:

@@ -31,14 +31,15 @@ def sampled(
     every_s: float = 1.0,
     read: Callable[[], Sequence[Gpu]] = read_gpus,
 ) -> Iterator[None]:
-    """Sample the GPUs and the ETA of this config's run in a thread while the block runs."""
+    """Sample the GPUs that this config's run uses, and its ETA, in a thread while the block runs."""
     ticks = itertools.count(1)
+    used = 0 if config.runtime.device == "cpu" else processes
 
     def sample() -> None:
         if not directory.is_still_held():
             return
         with suppress(GpuLost):  # the workers report a lost GPU
-            append_usage(directory, read())
+            append_usage(directory, read()[:used])
         if next(ticks) % TICKS_PER_ETA == 0:
             refresh_eta(directory, config, processes)
 

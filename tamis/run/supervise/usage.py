@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -49,8 +50,10 @@ def append_usage(directory: RunDirectory, gpus: Sequence[Gpu]) -> None:
         return
     rows = "".join(_row(time.time(), gpu) for gpu in gpus)
     with suppress(OSError):  # a lost sample must not end the run
-        if path.exists() and (path.stat().st_size > MAX_BYTES or not _has_header(path)):
-            _rewrite(path, MAX_BYTES // 2 if path.stat().st_size > MAX_BYTES else MAX_BYTES)
+        size = path.stat().st_size if path.exists() else 0
+        must_change = size > MAX_BYTES or (size and not _has_header(path))
+        if must_change and shutil.disk_usage(path.parent).free > 2 * size:  # else it would fail again every second
+            _rewrite(path, MAX_BYTES // 2 if size > MAX_BYTES else MAX_BYTES)
         with open_to_append(path) as file:
             file.write((rows if file.seek(0, os.SEEK_END) else f"{HEADER}\n{rows}").encode())
 
@@ -102,9 +105,10 @@ def _row(now: float, gpu: Gpu) -> str:
 
 
 def _has_header(path: Path) -> bool:
-    """Whether the file begins as this version writes it; an earlier one had fewer columns."""
+    """Whether the file has at least the columns of this version; an earlier one had fewer."""
     with open_to_read(path) as file:
-        return file.readline(2 * len(HEADER)).strip() in (b"", HEADER.encode())
+        line = file.readline(4 * len(HEADER))
+    return line.startswith(HEADER.encode()) and line.endswith(b"\n")
 
 
 def _rewrite(path: Path, most: int) -> None:

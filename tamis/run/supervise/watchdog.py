@@ -28,6 +28,7 @@ from tamis.run.supervise.usage import read_recent_usage, slowed_gpus
 
 FULL_DISK_BYTES = 1 << 20
 REPEAT_NOTE_AFTER_S = 600.0
+REPEAT_SLOWED_GPU_AFTER_S = 6 * 3600.0  # it lasts for as long as the machine, and is no reason to wake anyone again
 
 
 class Watchdog:
@@ -107,7 +108,8 @@ class Watchdog:
         if alarm.severity != "note":
             return True
         key, now = (alarm.kind, alarm.rank), self._clock()
-        if now - self._noted.get(key, float("-inf")) < REPEAT_NOTE_AFTER_S:
+        repeat_after_s = REPEAT_SLOWED_GPU_AFTER_S if alarm.kind == "slowed_gpu" else REPEAT_NOTE_AFTER_S
+        if now - self._noted.get(key, float("-inf")) < repeat_after_s:
             return False
         self._noted[key] = now
         return True

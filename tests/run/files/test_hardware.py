@@ -115,6 +115,16 @@ class OlderNvml(FakeNvml):
     nvmlDeviceGetEnforcedPowerLimit = nvmlDeviceGetTemperature = _is_refused
 
 
+class OlderDriver(FakeNvml):
+    """A driver that lacks what newer bindings ask for first."""
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        raise self.NVMLError("Function Not Found")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return self.reasons
+
+
 def machine(*sizes: str, **options) -> list[Gpu]:
     return read_gpus(FakeNvml([(f"Card {size}", CARD_MIB[size]) for size in sizes], **options), {})
 
@@ -155,7 +165,7 @@ def test_clock_power_and_temperature_are_read():
         (0x60 | 0x80, ("heat", "power brake"), "slowed by heat and power brake"),
     ],
 )
-@pytest.mark.parametrize("nvml", [FakeNvml, OlderNvml])
+@pytest.mark.parametrize("nvml", [FakeNvml, OlderNvml, OlderDriver])
 def test_what_slows_a_gpu_down_is_named(nvml, reasons, slowed_by, words):
     (gpu,) = read_gpus(nvml([("Card", 81_920)], reasons=reasons), {})
     assert (gpu.speed.slowed_by, gpu.speed.slowed_or_limited) == (slowed_by, words)

@@ -1,9 +1,11 @@
 """The sampler of a launch: GPU samples and a measured ETA."""
 
+import threading
 import time
 
 import pytest
 
+from tamis.config import build_config
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import read_heartbeats
 from tamis.run.files.info import ETA_UNKNOWN, read_info, write_info
@@ -27,6 +29,18 @@ def test_gpus_are_sampled_for_as_long_as_the_block_runs(tmp_path):
     assert samples[0].utilisation_percent == 96
     time.sleep(0.05)
     assert len(read_usage(usage_csv(run))) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "sampled_gpus"), [(1, "auto", [0]), (2, "auto", [0, 1]), (2, "cpu", [])]
+)
+def test_only_gpus_that_the_run_uses_are_sampled(tmp_path, processes, device, sampled_gpus):
+    run, config = under_way(tmp_path)
+    config = build_config(config.model_dump() | {"runtime": {"device": device}})
+    read = threading.Event()
+    with sampled(config, processes, run, every_s=0.01, read=lambda: read.set() or GPUS):
+        assert read.wait(60)
+    assert sorted({sample.gpu for sample in read_usage(usage_csv(run))}) == sampled_gpus
 
 
 def test_without_a_gpu_no_file_is_written(tmp_path):

@@ -113,20 +113,23 @@ def test_a_gpu_that_is_slow_for_other_reasons_or_a_short_time_is_not_named(recen
     assert slowed_gpus(recent, now=1000.0) == []
 
 
-def test_the_watchdog_notes_it_once_and_the_monitor_shows_it(tmp_path: Path, monkeypatch) -> None:
+def test_the_watchdog_notes_it_twice_a_shift_at_most_and_the_monitor_shows_it(tmp_path: Path, monkeypatch) -> None:
     run = fabricate(tmp_path, UNDER_WAY)
     write_usage(run, [FAST, HOT], monkeypatch)
-    watchdog = Watchdog(run, Limits())
+    uptime = [0.0]
+    watchdog = Watchdog(run, Limits(), clock=lambda: uptime[0])
     assert [alarm.reason for alarm in watchdog.look() if alarm.kind == "slowed_gpu"] == [
         "slowed down: GPU 1 by heat (1,200 MHz, 88 °C). Ask for cooling, or for another machine; of several GPUs the "
         "slowest sets the speed of all"
     ]
-    assert not [alarm for alarm in watchdog.look() if alarm.kind == "slowed_gpu"]
+    for uptime[0], again in ((3600.0, 0), (7 * 3600.0, 1)):
+        assert [alarm.kind for alarm in watchdog.look()].count("slowed_gpu") == again
     snapshot = read_snapshot(tmp_path, gpus=[replace(GPUS[0], speed=FAST), replace(GPUS[1], speed=HOT)])
     assert [alert.level for alert in snapshot.alerts if "GPU 1 by heat" in alert.text] == ["note"]
     text = snapshot_text(snapshot)
-    assert "1,980/1,980 MHz  640/700 W  61 °C  NVIDIA" in text
-    assert "1,200/1,980 MHz  640/700 W  88 °C  slowed by heat, power limit  NVIDIA" in text
+    memory = "21.4/80.0 GiB"
+    assert f"GPU 0  busy  96%  {memory}  61 °C  1,980/1,980 MHz  640/700 W  NVIDIA" in text
+    assert f"GPU 1  busy  95%  slowed by heat  {memory}  88 °C  1,200/1,980 MHz  640/700 W  NVIDIA" in text
 
 
 def test_a_long_file_keeps_as_many_older_samples_of_each_gpu(tmp_path: Path, monkeypatch) -> None:
