@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from tamis.attention.packing import documents
 from tamis.attention.spec import NSASpec
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-WHOLE = 3  # the number of the case with all branches
+CASES = ("compressed", "selected", "window", "whole")
+WHOLE = CASES.index("whole")
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 BRANCH_OF = {"k_cmp": 0, "v_cmp": 0, "k_sel": 1, "v_sel": 1, "k_win": 2, "v_win": 2}
 
@@ -139,18 +139,17 @@ def compare_with_reference(
     """Compare a call of the kernels with the reference on these inputs alone.
 
     `ids` are the blocks that the kernels choose, which the reference takes: scores of two blocks can differ by rounding
-    alone, and the choice is compared apart. Of one sequence or document, `rows` are the tokens to compare, by default
-    all: those from 0 on, and others up to the last. Of two parts the larger error counts.
+    alone, and the choice is compared apart. `rows` are the tokens to compare, by default all: one slice that begins at
+    token 0, and perhaps another that ends with the last token. Of two slices the larger error counts.
     """
     rows = rows or [slice(0, inputs[0].shape[1])]
     generator = torch.Generator().manual_seed(1 + branch)
-    dout = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
-    for before, after in pairwise(rows):
-        dout[:, before.stop : after.start] = 0
+    dout = torch.zeros_like(inputs[0])
+    for at in rows:
+        dout[:, at] = torch.randn(dout[:, at].shape, generator=generator).to(dout)
 
     # The reference takes the same rounded inputs, but in float32: its gradients are not rounded to half precision.
-    exact = [x.float() for x in inputs]
-    expected = out_and_gradients(_reference(call, rows, ids), exact, _at(rows, dout).float())
+    expected = out_and_gradients(_reference(call, rows, ids), [x.float() for x in inputs], _at(rows, dout).float())
     out, *gradients = call.out_and_gradients(inputs, dout)
     measured = [_at(rows, out), *gradients]
     blocks = call.spec.compressed_blocks(rows[0].stop)

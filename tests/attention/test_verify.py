@@ -13,6 +13,7 @@ from tamis.attention.kernels import tape
 from tamis.attention.verify import (
     REFERENCE_SCORES,
     compared_rows,
+    least_length,
     length_like,
     packed_ends,
     verify,
@@ -236,6 +237,29 @@ def test_missing_forced_blocks_are_caught(monkeypatch):
     assert failures(backend="reference")[0] == {"selection loss"}
 
 
+def test_a_choice_by_score_alone_is_caught_though_its_scores_are_higher(monkeypatch):
+    def without_forced(q, k_cmp, spec):
+        scores_BSGJ = reference.block_scores(q, k_cmp, spec).transpose(1, 2)
+        newest = torch.arange(q.shape[1], device=DEVICE)[:, None, None] // spec.l_sel
+        later = torch.arange(scores_BSGJ.shape[-1], device=DEVICE) > newest
+        best, ids = scores_BSGJ.masked_fill(later, -1.0).topk(spec.n_sel)
+        unused = scores_BSGJ.shape[-1]
+        ids = ids.masked_fill(best < 0, unused).sort(dim=-1).values
+        return ids.masked_fill(ids == unused, -1).to(torch.int32)
+
+    plant(monkeypatch, choose=without_forced)
+    assert failures(backend="reference")[0] == {"selection loss"}
+
+
+def test_a_wrong_choice_in_documents_is_caught(monkeypatch):
+    shape = (DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", 97)
+    assert all(check.passed for check in verify_packed(*shape, times=2))
+    right = op.select_from_lse
+    monkeypatch.setattr(op, "select_from_lse", lambda q, *arguments, **options: right(-q, *arguments, **options))
+    tape.forget()
+    assert {check.name for check in verify_packed(*shape, times=2) if not check.passed} == {"packed selection loss"}
+
+
 def test_a_look_into_the_future_is_caught(monkeypatch):
     plant(monkeypatch, lambda branches, inputs: [*branches[:2], branches[2] + 1e-7 * inputs[6].mean()])
     assert failures()[0] == {"causality difference"}
@@ -259,6 +283,15 @@ def test_the_reference_verifies_itself():
 @pytest.mark.parametrize(("heads", "seq_len"), [(12, 96), (12, 2048), (12, 2049), (12, 4096), (64, 2048)])
 def test_kernels_are_proved_at_the_length_they_train_on(heads, seq_len):
     assert length_like(seq_len, heads, NSASpec()) == seq_len
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 11])
+def test_sequences_with_a_single_compressed_block_are_proved_at_a_longer_one(tokens):
+    length = length_like(tokens, 2, SMALL)
+    assert length == least_length(SMALL) == 12
+    assert not failures(tokens=length)[0]
+    checks = verify_packed(DEVICE, torch.float32, 2, 1, 16, SMALL, "triton", length, times=2)
+    assert all(check.passed for check in checks)
 
 
 @pytest.mark.parametrize(("heads", "seq_len", "expected"), [(12, 8192, 5120), (12, 65536, 5120), (64, 8192, 2048)])

@@ -34,7 +34,6 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 LEAST_CORES = 4  # with fewer, processes that compile keep the worker from its own work
 MOST_PROCESSES = 16
 PATIENCE_S = 60.0
-PROOF_DOCUMENTS = 5  # of the packed row that is compared with the reference
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -116,7 +115,7 @@ def marker_of(config: Config, gpu: str) -> Path | None:
     if (cache := os.environ.get("TRITON_CACHE_DIR")) is None:
         return None
     train, triton = config.train, find_spec("triton")
-    sizes = (train.seq_len, train.batch_size, config.data.packing, config.runtime.precision)
+    sizes = (train.seq_len, train.length_schedule, train.batch_size, config.data.packing, config.runtime.precision)
     digest = hashlib.sha256(repr((gpu, config.model, config.nsa, sizes)).encode())
     sources = [Path(__file__), *TAMIS.glob("attention/**/*.py"), *TAMIS.glob("model/*.py")]
     if triton is not None and triton.origin is not None:
@@ -135,10 +134,10 @@ def launch_kernels(config: Config) -> None:
     """Launch what the proof before step 1 and the first step launch, on tensors without memory."""
     from tamis.attention import NSASpec
     from tamis.attention.kernels.ahead_of_time import launch_attention
-    from tamis.attention.verify import length_like
+    from tamis.attention.verify import length_like, packed_ends
     from tamis.data.loader import MEAN_TOKENS
     from tamis.model import DTYPES
-    from tamis.train.tools.selfcheck import sequences_of
+    from tamis.train.tools.selfcheck import sequences_of, shorter_lengths
 
     model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
     launch_layers(config)
@@ -148,12 +147,16 @@ def launch_kernels(config: Config) -> None:
     proof = length_like(train.seq_len, model.n_heads, spec)
     launch_attention(*shape, proof)
     if config.data.packing == "documents":
-        documents, times = train.batch_size * (1 + train.seq_len // MEAN_TOKENS[0]), sequences_of(config, proof)
-        longest = min(train.seq_len, times * proof)
-        launch_attention(*shape, times * proof, documents=times * PROOF_DOCUMENTS, longest=longest)
-        launch_attention(*shape, train.batch_size * train.seq_len, documents=documents, longest=train.seq_len)
-    else:
-        launch_attention(*shape, train.seq_len, train.batch_size)
+        times = sequences_of(config, proof)
+        of_proof = times * (len(packed_ends(proof)) - 1)
+        launch_attention(*shape, times * proof, documents=of_proof, longest=train.seq_len)
+    for length in (*shorter_lengths(config), train.seq_len):
+        rows = sequences_of(config, length)
+        if config.data.packing == "documents":
+            documents = rows * (1 + length // MEAN_TOKENS[0])
+            launch_attention(*shape, rows * length, documents=documents, longest=length)
+        else:
+            launch_attention(*shape, length, rows)
 
 
 def launch_layers(config: Config) -> None:

@@ -13,7 +13,7 @@ import torch
 from tamis.attention import NSASpec
 from tamis.attention.agreement import Check
 from tamis.attention.functional import describe, why_no_kernels
-from tamis.attention.verify import length_like, odd_length, verify, verify_batch, verify_packed
+from tamis.attention.verify import least_length, length_like, odd_length, verify, verify_batch, verify_packed
 from tamis.config import Config
 from tamis.config.size import random_token_floor
 from tamis.model import DTYPES, Decoder
@@ -48,9 +48,9 @@ def selfcheck(config: Config, device: torch.device) -> list[Result]:
 def attention_agrees(config: Config, device: torch.device, tokens: int | None = None) -> list[Result]:
     """Compare kernels with the reference at the trained length, or at another; empty where the reference computes.
 
-    First every branch of one sequence is compared, as long as the reference can hold; then a micro-batch, or as many
-    tokens in sequences of another length. Where training packs documents, those are short documents of a row, and for
-    long sequences also documents that are as long.
+    First every branch of one sequence is compared, as long as the reference can hold; then a micro-batch, of each
+    length of `train.length_schedule`, or as many tokens in sequences of another length. Where training packs documents,
+    those are short documents of a row, and for long sequences also documents that are as long.
     """
     dtype = DTYPES[config.runtime.precision]
     model, train, spec = config.model, config.train, NSASpec.of(config.nsa)
@@ -62,17 +62,26 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     one = tokens or length_like(train.seq_len, model.n_heads, spec)
     many = sequences_of(config, one)
     results = _results(verify(*shape, tokens=one), one)
-    batch, length = (many, tokens) if tokens else (train.batch_size, train.seq_len)
+    trained = max(train.seq_len, least_length(spec))
+    batch, length = (many, tokens) if tokens else (train.batch_size, trained)
     packs = config.data.packing == "documents"
     if packs:
         results += _results(verify_packed(*shape, tokens=one, times=many, max_seqlen=train.seq_len), one * many)
     if length != one or (batch > 1 and not packs):
         results += _results(verify_batch(*shape, batch, tokens=length, packed=packs), length)
+    for shorter in () if tokens else shorter_lengths(config, least_length(spec)):
+        batch = sequences_of(config, shorter)
+        results += _results(verify_batch(*shape, batch, tokens=shorter, packed=packs), shorter)
     return results
 
 
 def _results(checks: list[Check], tokens: int) -> list[Result]:
     return [Result(f"attention {c.name}", c.passed, c.measured, c.limit, f"{tokens} tokens") for c in checks]
+
+
+def shorter_lengths(config: Config, least: int = 1) -> list[int]:
+    """The lengths of `train.length_schedule` before the last: kernels differ between lengths."""
+    return sorted({length for length in config.train.length_schedule if least <= length < config.train.seq_len})
 
 
 def sequences_of(config: Config, tokens: int) -> int:

@@ -82,6 +82,9 @@ CALLS = {
     "a prefix of 144 tokens": {
         "batch": 1, "tokens": 250, "groups": 1, "heads": 2, "documents": (60, 190), "spec": NSASpec(8, 4, 48, 3, 40),
     },
+    "a prefix of 144 tokens, two sequences": {
+        "batch": 2, "tokens": 250, "groups": 1, "heads": 2, "spec": NSASpec(8, 4, 48, 3, 40),
+    },
     "one block behind the prefix": {"batch": 2, "tokens": 130, "groups": 1, "heads": 3},
     "no longer than the prefix": {"batch": 2, "tokens": 100, "groups": 2, "heads": 2},
     "documents": {"batch": 1, "tokens": 408, "groups": 1, "heads": 6, "documents": (1, 190, 9, 30, 178)},

@@ -57,7 +57,7 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     called: list[tuple[str, int, int]] = []
 
     def packed(*_, tokens, times, max_seqlen):
-        assert max_seqlen in (96, 65536)
+        assert max_seqlen in (96, 192, 65536)
         return called.append(("packed", times, tokens)) or []
 
     def whole(*shape, tokens, packed):
@@ -79,6 +79,17 @@ ODD = (3 + 5) * 16 + 5
     [
         ([], [("one", 1, 96)], [("one", 1, ODD)]),
         (["train.batch_size=4"], [("one", 1, 96), ("batch", 4, 96)], [("one", 1, ODD), ("batch", 3, ODD)]),
+        (
+            ["train.batch_size=4", "train.length_schedule=[16,32,32,96]"],  # 16 is too short for a proof
+            [("one", 1, 96), ("batch", 4, 96), ("batch", 12, 32)],
+            [("one", 1, ODD), ("batch", 3, ODD)],
+        ),
+        (
+            ["train.seq_len=192", "train.length_schedule=[96,192]", "data.packing=documents"],
+            [("one", 1, 192), ("packed", 1, 192), ("row", 2, 96)],
+            [("one", 1, ODD), ("packed", 2, ODD)],
+        ),
+        (["train.seq_len=16"], [("one", 1, 24)], [("one", 1, ODD)]),
         (["train.seq_len=65536"], [("one", 1, 256), ("batch", 1, 65536)], [("one", 1, ODD), ("batch", 493, ODD)]),
         (
             ["train.batch_size=4", "data.packing=documents"],
@@ -92,7 +103,17 @@ ODD = (3 + 5) * 16 + 5
         ),
         (["nsa.layers=window"], [], []),
     ],
-    ids=["one sequence", "several", "long", "packed", "long and packed", "no NSA"],
+    ids=[
+        "one sequence",
+        "several",
+        "rising",
+        "rising and packed",
+        "short",
+        "long",
+        "packed",
+        "long and packed",
+        "none",
+    ],
 )
 def test_kernels_are_proved_on_a_micro_batch_as_they_train_and_by_verify_at_an_odd_length_too(
     overrides: list[str], before_training: list, by_verify: list, proved: list
