@@ -2,8 +2,11 @@
 # TensorBoard over a run's curves, reachable from this machine alone: bash scripts/run_tensorboard.sh [LOGDIR] [PORT]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/tamis ] || bash scripts/prime_bootstrap.sh --from-script
 refuse() { echo "error: $*" >&2; exit 2; }
+# find would take a word that begins with - for one of its actions, such as -delete.
+usage="usage: bash scripts/run_tensorboard.sh [LOGDIR] [PORT]"
+case "${1:-}" in -h|--help) echo "$usage"; exit ;; -*) refuse "$1 is not a directory; $usage" ;; esac
+[ -x .venv/bin/tamis ] || bash scripts/prime_bootstrap.sh --from-script
 logdir=${1:-artifacts/m7c_125m/tb} port=${2:-6006}
 curves=$(find artifacts "$logdir" -name 'events.out.tfevents.*' -printf '%h\n' 2>/dev/null | sort -u | tr '\n' ' ') || true
 # A directory that was named and is not there is a typing error; the usual one appears when the run begins.

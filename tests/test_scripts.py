@@ -33,7 +33,7 @@ def test_a_shell_script_stops_at_the_first_error_and_runs_from_anywhere(script: 
 @pytest.mark.parametrize("script", THIN, ids=lambda path: path.name)
 def test_a_shell_script_is_a_few_lines_that_call_the_command_line(script: Path) -> None:
     lines = [line for line in script.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    assert len(lines) <= 12
+    assert len(lines) <= 14
     assert any(".venv/bin/" in line for line in lines)
     assert all("--from-script" in line for line in lines if "prime_bootstrap.sh" in line)
 
@@ -229,6 +229,19 @@ def test_tensorboard_refuses_a_directory_that_is_not_there_and_names_those_with_
         == "error: artifacts/showcase/tb is not a directory; there are curves in: artifacts/train_showcase/tb \n"
     )
     assert checkout.run("bash scripts/run_tensorboard.sh artifacts/train_showcase/tb six").code == 2
+
+
+def test_tensorboard_takes_no_flag_for_a_directory_and_deletes_nothing(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "checkout")
+    events = checkout.path / "artifacts" / "mine" / "tb" / "events.out.tfevents.1"
+    events.parent.mkdir(parents=True)
+    events.touch()
+    refused = checkout.run("bash scripts/run_tensorboard.sh -delete")
+    assert refused.code == 2 and "error: -delete is not a directory; usage: " in refused
+    assert events.exists()
+    for flag in ("-h", "--help"):
+        shown = checkout.run(f"bash scripts/run_tensorboard.sh {flag}")
+        assert shown.code == 0 and shown.startswith("usage: bash scripts/run_tensorboard.sh [LOGDIR] [PORT]")
 
 
 def test_tensorboard_may_be_started_before_the_run_begins_and_tells_only_then(tmp_path: Path) -> None:
