@@ -192,17 +192,18 @@ def launch(
 
       tamis launch configs/m7c_125m_2xa100_production.yaml --phases
 
-      tamis launch configs/train_showcase.yaml --phases --phase-steps 1,20,30,60
+      tamis launch configs/train_showcase.yaml --phases --phase-steps 1,20,30,60 train.out_dir=artifacts/rehearsal
     """
     from tamis.run.launch import launch_detached, launch_once, launch_phases, prepare_job
-    from tamis.run.phases import parse_phase_steps
+    from tamis.run.phases import parse_phase_steps, production_config
 
     if (phase_steps or repeat) and not phases:
         raise ConfigError("--phase-steps and --repeat need --phases: give --phases too")
     config = resolve(words)
     steps = parse_phase_steps(phase_steps) if phase_steps else None
     if detach:
-        raise typer.Exit(launch_detached(config, [a for a in sys.argv[1:] if a != "--detach"]))
+        again = [word for word in sys.argv[1:] if word != "--detach"]
+        raise typer.Exit(launch_detached(production_config(config, steps), again))
     job = prepare_job(config, split(words)[0], processes, restarts)
     raise typer.Exit(launch_phases(job, steps, repeat) if phases else launch_once(job))
 

@@ -39,7 +39,7 @@ from tamis.run.handover.bundle import write_bundle
 from tamis.run.handover.report import write_report
 from tamis.run.monitor.web.renewal import renewed_page
 from tamis.run.notify.notifier import addresses_for, notified
-from tamis.run.phases import STOPPED_BY_REQUEST, launch_by_phases
+from tamis.run.phases import STOPPED_BY_REQUEST, launch_by_phases, production_config
 from tamis.run.plan import SHOWCASE_CONFIG, LaunchPlan, launch_plan
 from tamis.run.supervise.escalation import wait_until
 from tamis.run.supervise.restarts import RestartBudget
@@ -195,7 +195,11 @@ def smoke(job: Job, logs: Path, out: RunDirectory, lock: RunLock) -> int:
 
 
 def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool = False) -> int:
-    """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason."""
+    """Preflight, phases 0 to 3, then success criteria and bundle; the first failure stops it with the reason.
+
+    OUT is claimed for what phase 3 trains, so that a run beyond its steps is refused before the preflight.
+    """
+    job = replace(job, config=production_config(job.config, steps))
     return _launched(job, "launch by phases", lambda job, out, _: _launch_phases(job, out, steps, repeat))
 
 
@@ -253,8 +257,8 @@ def require_startable(out: RunDirectory, config: Config) -> None:
     require_same_run(out, config)
     if (newest := max(out.checkpoints(), default=0)) > config.train.steps:
         raise OtherRun(
-            f"{out.path} is at step {newest}, beyond train.steps={config.train.steps}: raise train.steps, "
-            "or name another train.out_dir. Nothing was changed"
+            f"{out.path} is at step {newest}, beyond train.steps={config.train.steps}: raise train.steps "
+            "(or the last number of --phase-steps), or name another train.out_dir. Nothing was changed"
         )
 
 

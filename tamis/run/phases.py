@@ -150,6 +150,21 @@ def parse_phase_steps(text: str) -> dict[int, int]:
     return {phase.number: int(count) for phase, count in zip(PHASES, counts, strict=True)}
 
 
+def production_config(config: Config, steps: Mapping[int, int] | None) -> Config:
+    """The configuration that phase 3 trains, with its step count of a rehearsal if there is one."""
+    if not steps or PRODUCTION not in steps:
+        return config
+    tree = config.model_dump()
+    tree["train"]["tokens"] = None
+    _set_steps(tree, steps[PRODUCTION])
+    return build_config(tree)
+
+
+def _set_steps(tree: dict[str, Any], steps: int) -> None:
+    tree["train"]["steps"] = steps
+    tree["train"]["warmup_steps"] = min(tree["train"]["warmup_steps"], steps)
+
+
 @dataclass(frozen=True)
 class PhaseSettings:
     """Settings that all phases of one launch share."""
@@ -169,8 +184,7 @@ class PhaseSettings:
 
     def config_of(self, phase: Phase, out_dir: Path) -> Config:
         tree = self.config.model_dump()
-        tree["train"]["steps"] = self._steps(phase)
-        tree["train"]["warmup_steps"] = min(tree["train"]["warmup_steps"], tree["train"]["steps"])
+        _set_steps(tree, self._steps(phase))
         tree["train"]["out_dir"] = str(out_dir)
         if phase.dataset:
             tree["data"]["dataset"] = phase.dataset

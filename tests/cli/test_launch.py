@@ -230,6 +230,16 @@ def test_what_is_about_phases_is_not_ignored_without_them(words: tuple[str, ...]
         tamis("launch", "mine.yaml", *words)
 
 
+def test_a_detached_rehearsal_is_refused_where_its_run_would_be_shorter_than_the_one_there(here: Path, capsys) -> None:
+    run = RunDirectory(here / "out").create()
+    for path in (run.checkpoint(3), run.manifest(3)):
+        path.touch()
+    before = sorted(here.rglob("*"))
+    assert typed("launch", "mine.yaml", "--phases", "--phase-steps", "1,1,1,2", "--detach") == 2
+    assert "out is at step 3, beyond train.steps=2" in capsys.readouterr().err
+    assert sorted(here.rglob("*")) == before
+
+
 def test_a_launch_by_phases_continues_without_its_terminal(here: Path) -> None:
     told = command_line("launch", "mine.yaml", "runtime.device=cuda", "--phases", "--detach")
     has_ended = "it has ended with exit code 1" in told.stdout  # the preflight may fail at once

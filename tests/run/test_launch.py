@@ -69,6 +69,14 @@ def test_another_run_or_fewer_steps_are_refused_before_a_byte_changes(finished: 
     assert directory_bytes(out) == before
 
 
+def test_a_rehearsal_shorter_than_the_run_in_out_is_refused_before_a_byte_changes(finished: Config) -> None:
+    out, steps = Path(finished.train.out_dir), {0: 1, 1: 2, 2: 3, 3: 6}
+    before = directory_bytes(out)
+    with pytest.raises(OtherRun, match=r"is at step 10, beyond train.steps=6: .*the last number of --phase-steps"):
+        launch.launch_phases(job(finished), steps)
+    assert directory_bytes(out) == before
+
+
 def test_a_finished_run_keeps_its_records_whatever_hyperparameters_are_given(finished: Config, capsys) -> None:
     out = Path(finished.train.out_dir)
     before = directory_bytes(out)
