@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import read_events
+from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.heartbeat import Heartbeat
 from tamis.run.files.lock import ProcessId, RunLock
 from tamis.run.files.reading import read_json
 
 State = Literal["missing", "starting", "running", "crashed", "restarting", "done", "halted", "failed"]
 
+STATE_AFTER: dict[int | None, State] = {  # a launch that left no heartbeat; any other exit code is a failure
+    ExitCode.DONE: "done",
+    ExitCode.HALTED: "halted",
+    ExitCode.PREEMPTED: "halted",
+    ExitCode.COST_LIMIT: "halted",
+}
+EVENTS_READ = 20
 REMOTE_SILENCE_S = 3600.0  # a process of another host that is silent for longer counts as ended
 
 
@@ -66,7 +75,7 @@ def activity(phase: str, step: int) -> str:
 def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str]:
     """State of the run in a word and in a sentence."""
     if not ranks:
-        return "starting", _before_the_first_beat(directory)
+        return _before_the_first_beat(directory)
     phases = {rank.phase for rank in ranks}
     where = f"step {min(rank.step for rank in ranks)}"
     if "failed" in phases:
@@ -83,15 +92,35 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
     return "running", activity(ranks[0].phase, min(rank.step for rank in ranks))
 
 
-def _before_the_first_beat(directory: RunDirectory) -> str:
-    if _owner_lives(directory):
-        return "no heartbeat yet: the launch is running its checks or starting workers"
-    return f"no heartbeat yet, and no launch is under way here{_last_preflight(directory)}"
+def _before_the_first_beat(directory: RunDirectory) -> tuple[State, str]:
+    if _owner_lives(directory) or RunLock(directory.trainer_lock).is_held():
+        return "starting", "no heartbeat yet: the launch is running its checks or starting workers"
+    if any(RunLock(lock).owner() is not None for lock in (directory.lock, directory.launch_lock)):
+        return "crashed", f"the launch was killed before the first heartbeat{_how_to_resume(directory)}"
+    preflight, end = _last_preflight(directory), _last_end(directory)
+    sentence = f"no heartbeat yet, and no launch is under way here{preflight}"
+    if "NO-GO" in preflight and (end is None or end["ts"] < _preflight(directory).stat().st_mtime):
+        return "failed", sentence
+    if end is not None:
+        state = STATE_AFTER.get(end["evidence"].get("exit_code"), "failed")
+        return state, f"{end['reason']}, before the first heartbeat{_how_to_resume(directory)}"
+    if directory.lock.exists() or directory.launch_lock.exists():  # both are empty: the launch has released them
+        return "failed", f"the launch ended before the first heartbeat; its log has the reason{preflight}"
+    return "starting", sentence
+
+
+def _last_end(directory: RunDirectory) -> dict[str, Any] | None:
+    """The newest end of a launch; events about messages and costs may follow it."""
+    return next((event for event in reversed(read_events(directory, EVENTS_READ)) if event["event"] == "end"), None)
+
+
+def _preflight(directory: RunDirectory) -> Path:
+    return directory.path / "preflight.json"
 
 
 def _last_preflight(directory: RunDirectory) -> str:
     try:
-        verdict = read_json(directory.path / "preflight.json")["verdict"]
+        verdict = read_json(_preflight(directory))["verdict"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     return f"; the last preflight was {verdict}"

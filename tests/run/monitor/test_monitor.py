@@ -63,6 +63,7 @@ def test_a_refused_launch_is_not_shown_as_starting(tmp_path):
     (tmp_path / "preflight.json").write_text('{"verdict": "NO-GO (2 failed)"}')
     expected = "no heartbeat yet, and no launch is under way here; the last preflight was NO-GO (2 failed)"
     assert read_snapshot(tmp_path, gpus=[]).headline == expected
+    assert show_run(tmp_path, once=True) == 1  # failed
     with RunLock(RunDirectory(tmp_path).lock) as lock:
         lock.acquire("launch")
         assert read_snapshot(tmp_path, gpus=[]).headline == STARTING
