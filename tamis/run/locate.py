@@ -71,9 +71,12 @@ def last_written_run() -> Path:
 
 
 def holds_a_run(directory: RunDirectory) -> bool:
-    """True if any run file exists, even just the log of a failed start."""
+    """True if any run file exists, even just the log of a failed start.
+
+    `.lock` does not count: a folder of token shards has one too, and a launch leaves `.launch_lock` before it.
+    """
     traces = [directory.config_yaml, directory.run_info, directory.training_csv, directory.events, directory.train_log]
-    traces += [directory.lock, directory.launch_lock, directory.trainer_lock]
+    traces += [directory.launch_lock, directory.trainer_lock]
     traces += [directory.path / name for name in ("launch.log", "preflight.json")]
     return any(trace.exists() for trace in traces) or bool(directory.heartbeats() or directory.checkpoints())
 

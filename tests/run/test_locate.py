@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tamis.config import load_config
+from tamis.data.prepare import prepare
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import write_info
-from tamis.run.locate import NoSuchRun, existing_model, existing_run, no_run_in, runs_near
+from tamis.run.locate import NoSuchRun, existing_model, existing_run, no_run_in, runs_in, runs_near
 
 
 @pytest.fixture
@@ -32,6 +34,17 @@ def test_a_run_is_found_by_any_trace_it_left(tmp_path: Path) -> None:
         run = RunDirectory(tmp_path / trace.partition(".")[0]).create()
         (run.path / trace).touch()
         assert existing_run(run.path).path == run.path
+
+
+def test_a_folder_of_token_shards_is_no_run(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Fellow citizens, " * 500)
+    keys = ["data.dataset=local", f"data.local_path={text}", "data.tokenizer=byte"]
+    prepare(load_config(None, keys), tmp_path / "shards", workers=1)
+    assert (tmp_path / "shards" / ".lock").exists()
+    assert runs_in(tmp_path) == []
+    with pytest.raises(NoSuchRun, match="shards holds no run"):
+        existing_run(tmp_path / "shards")
 
 
 def test_the_most_similar_name_comes_first(runs: Path) -> None:
