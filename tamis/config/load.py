@@ -43,6 +43,7 @@ OTHER_NAMES = {  # what other trainers call our keys
     "window": "nsa.w",
     "window_size": "nsa.w",
 }
+COUNTS_IN_TOKENS = {"steps": "tokens", "accumulate_grad_batches": "batch_tokens"}  # keys of train
 KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -54,6 +55,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         apply_override(tree, override)
     if "train.recipe" in given:  # a recipe of the command line comes before the keys of the file
         apply_recipe(tree, given)
+    _replace_counts_in_tokens(tree, given)
     try:
         return build_config(tree)
     except ConfigError as error:
@@ -63,6 +65,20 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         raise ConfigError(
             "\n".join(line if _names_any(line, given) else f"{line} (in config file {path})" for line in lines)
         ) from None
+
+
+def _replace_counts_in_tokens(tree: dict[str, Any], given: list[str]) -> None:
+    """Let a count of the command line replace a file's or recipe's key in tokens, which wins elsewhere; not both."""
+    train = tree.get("train")
+    if not isinstance(train, dict):
+        return
+    for count, tokens in COUNTS_IN_TOKENS.items():
+        if f"train.{count}" not in given or train.get(count) is None:
+            continue
+        if f"train.{tokens}" not in given:
+            train[tokens] = None
+        elif train[tokens] is not None:
+            raise ConfigError(f"train.{count} and train.{tokens} set the same, and only one counts: give one of them")
 
 
 def build_config(tree: dict[str, Any]) -> Config:

@@ -355,6 +355,21 @@ def test_tokens_give_the_steps_of_the_processes_that_train() -> None:
     assert "train.tokens is 0" in refusal("train.tokens=0")
 
 
+def test_steps_and_tokens_of_the_command_line_are_not_both_taken(tmp_path: Path) -> None:
+    for words in (["train.steps=3", "train.tokens=1e4"], ["train.tokens=1e4", "train.steps=3"]):
+        assert refusal(*words) == "train.steps and train.tokens set the same, and only one counts: give one of them"
+    assert "train.batch_tokens" in refusal("train.accumulate_grad_batches=3", "train.batch_tokens=1e6")
+    assert load_config(None, ["train.tokens=null", "train.steps=3"]).train.steps == 3
+
+
+def test_the_command_line_replaces_steps_and_tokens_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 500, tokens: 1.0e+9, recipe: speedrun}\n")
+    steps = load_config(file, ["train.steps=3", "train.accumulate_grad_batches=2"]).with_steps(1).train
+    assert (steps.steps, steps.accumulate_grad_batches) == (3, 2)
+    assert load_config(file, ["train.tokens=1e4"]).with_steps(1).train.steps == 1
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_key_of_a_shipped_file_is_accepted_and_commented(path: Path) -> None:
     load_config(path)
