@@ -30,6 +30,7 @@ from tamis.config import Config, build_config
 from tamis.config.size import dense_twin, parameter_count
 from tamis.model import Decoder
 from tamis.run.files.console import say
+from tamis.run.files.records import already_printed, write_json_atomic
 
 BRANCHES = ("compressed", "selected", "window")
 ABLATIONS = (*BRANCHES, "scores")
@@ -127,11 +128,12 @@ def measure_needle(
     setting, place = setting or NeedleSettings(), torch.device(device)
     document = begin_document("needle", place) | {"setting": asdict(setting), "models": {}}
     folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     config = setting.config()
     for name, its_config in {"nsa": config, "dense": dense_twin(config)}.items():
         document["models"][name] = _train_and_measure(name, its_config, setting, place)
-        (folder / "needle.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        with already_printed():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(folder / "needle.json", document)
     _print_tables(document["models"], setting)
     print(json.dumps(document))
     return document

@@ -21,6 +21,7 @@ from tamis.config import Config, build_config
 from tamis.data import validation_batches
 from tamis.generate.load import device_for, load_model
 from tamis.model import Decoder
+from tamis.run.files.records import already_printed, write_json_atomic
 
 
 def measure_positions(
@@ -59,8 +60,9 @@ def measure_positions(
         "perplexity": rows,
     }
     folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "positions.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    with already_printed():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(folder / "positions.json", document)
     print(json.dumps(document))
     return document
 

@@ -28,6 +28,7 @@ from tamis.run.files.console import (
 from tamis.run.files.directory import DirectoryReplaced
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.lock import RunLocked
+from tamis.run.files.records import WRITE_REMEDIES, os_error_text
 
 OTHER_VERBS = {  # verbs of other tools and what does the same here
     "autotune": "tune",
@@ -145,7 +146,9 @@ def _explained(error: Exception) -> tuple[str, int]:
         return str(error), ExitCode.CRASH
     if isinstance(error, DataError):
         return str(error), ExitCode.DATA_FAILURE
-    if isinstance(error, (ValueError, OSError, RunLocked)):  # ConfigError and DamagedCheckpoint are ValueErrors
+    if isinstance(error, OSError):
+        return os_error_text(error), ExitCode.CRASH if error.errno in WRITE_REMEDIES else ExitCode.USAGE
+    if isinstance(error, (ValueError, RunLocked)):  # ConfigError and DamagedCheckpoint are ValueErrors
         return str(error), ExitCode.USAGE
     return f"{type(error).__name__}: {error} (--debug shows where)", ExitCode.CRASH
 

@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from tamis.run.files.records import errors_naming
+
 DEFAULT_FOLDER = "tamis"  # below the home directory there
 _HOST = re.compile(r"(?!-)[\w.@:/%\[\]-]+")
 
@@ -63,6 +65,7 @@ def _write(hosts: dict[str, str]) -> None:
     path = hosts_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(hosts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.chmod(0o600)
-    temporary.replace(path)
+    with errors_naming(path):
+        temporary.write_text(json.dumps(hosts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.chmod(0o600)
+        temporary.replace(path)

@@ -36,6 +36,14 @@ def test_table_csv_summary_and_the_last_line_hold_the_same_figures(tmp_path: Pat
     assert (tmp_path / "decode_summary.txt").read_text().splitlines() == printed[:-1]
 
 
+def test_the_document_is_printed_where_the_files_cannot_be_written(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    document = run(tmp_path / "file" / "bench")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1]) == json.loads(json.dumps(document))
+    assert printed.err == f"not written: {tmp_path / 'file' / 'bench'}: Not a directory\n"
+
+
 def test_an_interrupted_bench_leaves_the_files_of_an_earlier_one(tmp_path: Path, monkeypatch) -> None:
     run(tmp_path)
     before = {path: path.read_text() for path in tmp_path.iterdir()}

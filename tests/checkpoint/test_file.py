@@ -149,7 +149,7 @@ def test_saves_that_keep_failing_raise_an_alarm_at_once_and_end_the_run_at_the_l
     with ranks(tmp_path / "logs", 1, with_a_folder_in_the_way, config) as running:
         assert running.wait() == [code], running.output()
         said = running.log(0)
-    assert "step 2: NO checkpoint, [Errno 21] Is a directory" in said and f"-> '{run.checkpoint(2)}'" in said
+    assert "step 2: NO checkpoint, [Errno 21] Is a directory" in said and f"'{run.checkpoint(2)}'" in said
     assert "move it out of the way" in said and "free space" not in said
     failures = [event for event in read_events(run) if event["event"] == "save_failed"]
     steps = {event["evidence"]["step"] for event in failures}  # the last one is tried twice

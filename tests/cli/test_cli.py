@@ -16,6 +16,7 @@ from tamis.data import DataError
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.hardware import read_gpus
 from tamis.run.files.lock import RunLocked
+from tamis.run.files.records import FULL
 from tamis.run.handover import bundle
 from tamis.run.plan import choose_config
 from tests.cli.typed import command_line, ok, tamis, typed
@@ -132,7 +133,8 @@ def test_an_error_is_one_message_and_debug_shows_where(here: Path) -> None:
         (ConfigError("train.steps is 0"), 2, "error: train.steps is 0\n"),
         (DataError("the data ended"), 6, "error: the data ended\n"),
         (RunLocked("belongs to a running launch"), 2, "error: belongs to a running launch\n"),
-        (FileNotFoundError(2, "No such file", "x.pt"), 2, "error: [Errno 2] No such file: 'x.pt'\n"),
+        (FileNotFoundError(2, "No such file", "x.pt"), 2, "error: x.pt: No such file\n"),
+        (OSError(28, "No space left on device"), 1, f"error: No space left on device; {FULL}\n"),
         (KeyError("a fault of ours"), 1, "error: KeyError: 'a fault of ours' (--debug shows where)\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tamis.run.files.console import print_error
 from tamis.run.files.reading import open_to_append, parse_json_line, read_last_lines, read_text
 
 TRAINING_HEADER = "step,loss,lr,toks_per_s"
@@ -20,22 +22,61 @@ MOST_CSV_BYTES = 1 << 30
 MOST_SAMPLE_BYTES = 64 << 20
 YEAR_10000 = 253402300800
 _STEP = re.compile(r"[0-9]{1,18},")
+ELSEWHERE = "use a folder that you may write to; a run can be copied to one"
+FULL = "free some space, then repeat the command"
+WRITE_REMEDIES = {
+    errno.EROFS: ELSEWHERE,
+    errno.EACCES: ELSEWHERE,
+    errno.EPERM: ELSEWHERE,
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+}
 
 
 def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let `write` fill a temporary file, then put it in place: a reader sees the old content or the new, whole."""
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with errors_naming(path):
+        try:
+            with open_new(temporary) as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name this file, not the scratch file or folder that becomes it."""
     try:
-        with open_new(temporary) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None
         raise
-    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def already_printed() -> Iterator[None]:
+    """Turn an OSError of the block into a line on stderr: what the block writes was printed, and its result counts."""
+    try:
+        yield
+    except OSError as error:
+        print_error(f"not written: {os_error_text(error)}")
+
+
+def os_error_text(error: OSError) -> str:
+    """The file, what the system reports about it, and what to do."""
+    if error.errno is None or error.strerror is None:  # a message of ours
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    remedy = WRITE_REMEDIES.get(error.errno)
+    return f"{place}{error.strerror}{f'; {remedy}' if remedy else ''}"
 
 
 def open_new(path: Path, mode: str = "wb") -> IO[bytes]:

@@ -31,7 +31,7 @@ from tamis.run.files.info import altered_files
 from tamis.run.files.lock import ProcessId
 from tamis.run.files.manifest import latest_valid_checkpoint, sha256_of
 from tamis.run.files.reading import read_text
-from tamis.run.files.records import utc, write_text_atomic
+from tamis.run.files.records import errors_naming, utc, write_text_atomic
 from tamis.run.handover.redaction import Redact, redactor
 from tamis.run.handover.report import report_page
 from tamis.run.locate import existing_run
@@ -67,7 +67,9 @@ def write_bundle(
     prefix = f"{SCRATCH}{os.getpid()}_"
     environment = os.environ if environment is None else environment
     with announced(f"collecting, judging and packing {directory.path}") as tell:
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix) as scratch:  # a rename moves it to output
+        with errors_naming(output):
+            scratch_folder = tempfile.TemporaryDirectory(dir=output.parent, prefix=prefix)
+        with scratch_folder as scratch:  # a rename moves the bundle to output
             folder = Path(scratch) / output.stem
             folder.mkdir()
             missing = collect(directory, folder, environment, repository, say)

@@ -1,5 +1,6 @@
 """Criteria pass only on measurements, fail on a breach, and are not measured when the files show nothing."""
 
+import errno
 import json
 import zipfile
 from dataclasses import asdict, replace
@@ -46,6 +47,18 @@ def test_no_criterion_passes_an_empty_directory(nothing):
     for book in RUNBOOKS:
         for criterion in book.criteria:
             assert criterion.apply(nothing).status != "pass", criterion.name
+
+
+def test_a_verdict_that_cannot_be_stored_is_printed_and_counts(tmp_path, monkeypatch, capsys):
+    def refused(path):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    run = fabricate(tmp_path, steps=5)
+    monkeypatch.setattr("tamis.run.files.records.open_new", refused)
+    assert judge_run(run.path) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"not written: {run.path / 'judgement.json'}: Read-only file system; use a folder")
+    assert printed.out.splitlines()[-1].startswith("not successful: ")
 
 
 def test_a_short_healthy_run_passes_what_it_measured(healthy):

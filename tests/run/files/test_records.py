@@ -1,5 +1,6 @@
 """CSV logs and small files survive kills, resumes and full disks."""
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tamis.run.files import records
 from tamis.run.files.records import TRAINING_HEADER, CsvLog, write_atomic, write_json_atomic, write_text_atomic
 
 
@@ -102,3 +104,22 @@ def test_a_link_with_the_scratch_files_name_is_not_followed(tmp_path: Path) -> N
     write_text_atomic(tmp_path / "run.info", "new")
     assert (precious.read_text(), (tmp_path / "run.info").read_text()) == ("keep me", "new")
     assert not (tmp_path / "run.info").is_symlink()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_a_write_that_fails_names_the_file_that_was_meant_and_a_remedy(tmp_path: Path, monkeypatch, code: int) -> None:
+    def refused(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(records, "open_new", refused)
+    with pytest.raises(OSError) as failed:
+        write_text_atomic(tmp_path / "judgement.json", "{}")
+    assert failed.value.errno == code and ".tmp" not in str(failed.value)
+    expected = f"{tmp_path / 'judgement.json'}: {os.strerror(code)}; {records.WRITE_REMEDIES[code]}"
+    assert records.os_error_text(failed.value) == expected
+
+
+def test_an_error_of_a_file_that_was_meant_to_be_read_has_no_remedy_for_writing(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as failed:
+        (tmp_path / "nope.txt").read_text()
+    assert records.os_error_text(failed.value) == f"{tmp_path / 'nope.txt'}: No such file or directory"
