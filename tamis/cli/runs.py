@@ -33,8 +33,10 @@ def list_runs(
 
     Example: tamis list
     """
+    from tamis.run.locate import require_folder
     from tamis.run.monitor.listing import list_lines, list_records
 
+    require_folder(folder)
     print(dumps(list_records(folder)) if json else "\n".join(list_lines(folder)))
 
 

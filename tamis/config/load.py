@@ -186,6 +186,8 @@ def _number(value: float) -> str:
 
 def shown(value: Any) -> str:
     """A value for an error message, shortened."""
+    if value is None:
+        return "empty (null)"
     try:
         return _SHORT.repr(value)
     except ValueError:  # an integer of thousands of digits

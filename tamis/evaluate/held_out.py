@@ -15,6 +15,7 @@ from tamis.data.tokenizer import Tokenizer, with_end_of_text
 from tamis.evaluate.scoring import token_scores
 from tamis.generate.load import LoadedModel
 from tamis.model import Decoder
+from tamis.run.files.records import read_problem
 
 MOST_TEXT_BYTES = 1 << 30
 
@@ -31,7 +32,7 @@ def text_batches(loaded: LoadedModel, path: str | Path) -> list[np.ndarray]:
         with open(path, "rb") as file:
             text = file.read(MOST_TEXT_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text file {path} cannot be read: {error}") from None
+        raise ValueError(f"text file {path} cannot be read: {read_problem(error)}") from None
     if len(text) > MOST_TEXT_BYTES:
         raise ValueError(f"text file {path} is larger than {MOST_TEXT_BYTES >> 20} MiB: give a part of it")
     tokens = with_end_of_text(loaded.tokenizer, text)

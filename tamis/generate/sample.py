@@ -23,6 +23,7 @@ from tamis.data.tokenizer import Tokenizer
 from tamis.generate.load import LoadedModel, load_model
 from tamis.model import Decoder
 from tamis.run.files.console import announced, counted, print_line, printable
+from tamis.run.files.records import read_problem
 
 PREFILL_TILE = 4096  # prompt tokens read at a time: bounds the memory of a long prompt's activations
 WARM_UP_STEPS = 3  # compile kernels and set up libraries before the capture
@@ -257,7 +258,7 @@ def gather_prompts(prompts: list[str] | None, prompt_file: str | Path | None) ->
         try:
             lines = Path(prompt_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"prompt file {prompt_file} cannot be read: {error}") from None
+            raise ValueError(f"prompt file {prompt_file} cannot be read: {read_problem(error)}") from None
         texts += [line for line in lines if line.strip()]
     elif not texts and not sys.stdin.isatty():
         texts = [text] if (text := sys.stdin.read().strip("\n")) else []

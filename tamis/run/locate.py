@@ -29,8 +29,18 @@ def existing_run(path: str | Path) -> RunDirectory:
 def no_run_in(path: str | Path) -> str:
     """Return a sentence: what the path is instead, and the runs nearby."""
     path = Path(path)
-    state = "holds no run" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
+    state = "holds no run" if path.is_dir() else _not_a_folder(path)
     return f"{path} {state}; give the directory that train.out_dir names ({_known_runs(path)})"
+
+
+def require_folder(path: Path) -> None:
+    """Raise unless this is a folder, or the one that the first run makes."""
+    if not path.is_dir() and (path != RUNS or path.exists()):
+        raise NoSuchRun(f"{path} {_not_a_folder(path)}; give a folder with runs in it ({_known_runs(path)})")
+
+
+def _not_a_folder(path: Path) -> str:
+    return "is not a directory" if path.exists() else "does not exist"
 
 
 def _known_runs(path: Path) -> str:

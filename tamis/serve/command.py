@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tamis.generate.load import load_model
 from tamis.run.files.console import announced, say
+from tamis.run.files.records import read_problem
 from tamis.serve.engine import Engine, rows_that_fit
 
 KEY_VARIABLE = "TAMIS_API_KEY"
@@ -72,4 +73,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the chat template {path} cannot be read: {error}") from None
+        raise ValueError(f"the chat template {path} cannot be read: {read_problem(error)}") from None

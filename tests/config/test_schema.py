@@ -198,6 +198,10 @@ def test_a_section_without_keys_is_named(tmp_path: Path, text: str, named: str) 
     assert named in refusal(path=written(tmp_path, text))
 
 
+def test_a_key_without_a_value_is_empty() -> None:
+    assert refusal("train.steps=").startswith("train.steps is empty (null): input should be an integer from 1")
+
+
 def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
     folder = refusal(path=tmp_path)

@@ -150,7 +150,7 @@ def test_no_prompt_or_an_empty_one_is_refused(prompts, content, tmp_path: Path, 
 
 
 def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"missing\.txt cannot be read"):
+    with pytest.raises(ValueError, match=r"missing\.txt cannot be read: No such file or directory$"):
         gather_prompts(None, tmp_path / "missing.txt")
 
 

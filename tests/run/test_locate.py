@@ -8,7 +8,16 @@ from tamis.config import load_config
 from tamis.data.prepare import prepare
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.info import write_info
-from tamis.run.locate import NoSuchRun, existing_model, existing_run, no_run_in, runs_in, runs_near
+from tamis.run.locate import (
+    RUNS,
+    NoSuchRun,
+    existing_model,
+    existing_run,
+    no_run_in,
+    require_folder,
+    runs_in,
+    runs_near,
+)
 
 
 @pytest.fixture
@@ -34,6 +43,19 @@ def test_a_run_is_found_by_any_trace_it_left(tmp_path: Path) -> None:
         run = RunDirectory(tmp_path / trace.partition(".")[0]).create()
         (run.path / trace).touch()
         assert existing_run(run.path).path == run.path
+
+
+def test_the_folder_to_list_must_exist_unless_it_is_the_one_of_the_first_run(runs: Path) -> None:
+    require_folder(Path("artifacts"))
+    require_folder(runs)
+    for path, state in (("nope", "does not exist"), ("artifacts/m7c_125m/config.yaml", "is not a directory")):
+        with pytest.raises(NoSuchRun, match=f"{path} {state}; give a folder with runs in it .runs here: .*m7c_125m"):
+            require_folder(Path(path))
+
+
+def test_a_bare_machine_has_no_runs_to_list_and_that_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_folder(RUNS)
 
 
 def test_a_folder_of_token_shards_is_no_run(tmp_path: Path) -> None:

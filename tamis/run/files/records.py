@@ -79,6 +79,11 @@ def os_error_text(error: OSError) -> str:
     return f"{place}{error.strerror}{f'; {remedy}' if remedy else ''}"
 
 
+def read_problem(error: OSError | UnicodeDecodeError) -> str:
+    """What is wrong with a file that the message already names."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 def open_new(path: Path, mode: str = "wb") -> IO[bytes]:
     """Create a scratch file with a predictable name; what lies there, a link say, is removed and never followed."""
     path.unlink(missing_ok=True)
