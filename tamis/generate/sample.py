@@ -146,8 +146,8 @@ def check_prompts(model: Decoder, prompts: list[list[int]], max_new_tokens: int)
             )
         if len(prompt) + max_new_tokens > model.max_len:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_new_tokens} new ones that is more than the "
-                f"{model.max_len} this model was built for: shorten it, ask for fewer, or raise --max-len"
+                f"prompt {number} has {counted(len(prompt), 'token')}; with {max_new_tokens} new ones that is more "
+                f"than the {model.max_len} this model was built for: shorten it, ask for fewer, or raise --max-len"
             )
 
 

@@ -32,6 +32,7 @@ from tamis.run.checks.findings import (
     print_findings,
     verdict,
 )
+from tamis.run.files.console import counted
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
@@ -229,7 +230,7 @@ def run_phase(phase: Phase, settings: PhaseSettings, run_to_end: RunToEnd, conso
     directory = _phase_directory(settings.config, phase).create()
     config = settings.config_of(phase, directory.path)
     console.print(
-        f"phase {phase.number}: {phase.title}, {config.train.steps} steps in {directory.path}",
+        f"phase {phase.number}: {phase.title}, {counted(config.train.steps, 'step')} in {directory.path}",
         markup=False,
         soft_wrap=True,
     )

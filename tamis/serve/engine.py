@@ -18,6 +18,7 @@ from torch import Tensor
 from tamis.attention.cache import NSACache
 from tamis.generate.sample import DecodeStep, TileReader
 from tamis.model import Decoder
+from tamis.run.files.console import counted
 from tamis.serve.completion import Completion, TokenLogprobs
 from tamis.serve.sampling import choose_each
 
@@ -128,8 +129,9 @@ class Engine:
     def submit(self, completion: Completion) -> None:
         """Queue a completion. Raises Busy when too many wait, ValueError when it does not fit the cache."""
         if len(completion.prompt) + completion.max_tokens > self.max_len:
+            prompt = counted(len(completion.prompt), "token")
             raise ValueError(
-                f"the prompt has {len(completion.prompt)} tokens; with max_tokens={completion.max_tokens} that is more "
+                f"the prompt has {prompt}; with max_tokens={completion.max_tokens} that is more "
                 f"than the {self.max_len} of this server: shorten it or ask for fewer"
             )
         with self._change:

@@ -24,7 +24,7 @@ from tamis.run.checks.findings import (
     write_findings,
 )
 from tamis.run.file_problems import file_problems
-from tamis.run.files.console import printable_line
+from tamis.run.files.console import counted, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.records import already_printed
 from tamis.run.locate import existing_run
@@ -51,7 +51,7 @@ def within(steps: int, measure: Callable[[Evidence], Finding]) -> Callable[[Evid
 def _before(steps: int, evidence: Evidence) -> Finding:
     planned = evidence.planned_steps
     if planned is not None and planned < steps:
-        return not_applicable(f"the run has {planned} steps in all, fewer than {steps}")
+        return not_applicable(f"the run has {counted(planned, 'step')} in all, fewer than {steps}")
     return not_measured(f"the run is at step {evidence.last_step}, before step {steps}")
 
 
@@ -74,8 +74,8 @@ def phase_passed(number: int) -> Callable[[Evidence], Finding]:
         if done is None:
             return not_measured(f"its config.yaml is gone or cannot be read: {sentence}")
         if wanted is not None and done < wanted:
-            return not_measured(f"run with {done} steps only, {wanted} are required: {sentence}")
-        return passed(f"{done} steps, {sentence}")
+            return not_measured(f"run with {counted(done, 'step')} only, {wanted} are required: {sentence}")
+        return passed(f"{counted(done, 'step')}, {sentence}")
 
     return measure
 
@@ -174,7 +174,12 @@ def summary(findings: Sequence[Finding]) -> str:
     }
     passed_count, failures, open_lines = map(len, by_status.values())
     if failures:
-        return f"not successful: {failures} criteria failed: {'; '.join(dict.fromkeys(by_status['fail']))}"
+        return f"not successful: {_criteria(failures)} failed: {'; '.join(dict.fromkeys(by_status['fail']))}"
     if open_lines or not passed_count:
-        return f"open: {passed_count} criteria passed, {open_lines} were not measured"
+        were = "was" if open_lines == 1 else "were"
+        return f"open: {_criteria(passed_count)} passed, {open_lines} {were} not measured"
     return f"success: all {passed_count} criteria that apply to this run passed"
+
+
+def _criteria(count: int) -> str:
+    return "1 criterion" if count == 1 else f"{count} criteria"

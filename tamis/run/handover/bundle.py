@@ -24,7 +24,7 @@ from tamis.run.checks.evidence import Evidence, launch_folders, read_evidence
 from tamis.run.checks.findings import Finding, write_findings
 from tamis.run.checks.runbooks import judge_runbooks, summary
 from tamis.run.file_problems import file_problems
-from tamis.run.files.console import announced, print_line, printable_line
+from tamis.run.files.console import announced, counted, print_line, printable_line
 from tamis.run.files.directory import RunDirectory
 from tamis.run.files.heartbeat import previous_file
 from tamis.run.files.info import altered_files
@@ -248,7 +248,7 @@ def _readme(evidence: Evidence, outcome: str, missing: list[str]) -> str:
     info = evidence.info
     lines = [
         f"Handoff of {info.get('model', evidence.directory.path.name)}, written {utc(time.time())}",
-        f"Run: {evidence.span}, {evidence.last_step} steps; success criteria: {outcome}",
+        f"Run: {evidence.span}, {counted(evidence.last_step, 'step')}; success criteria: {outcome}",
         "",
         "report.html       curves, criteria, facts; open it in any browser, it needs no network",
         "run.info          machine, config, launch command, commit",

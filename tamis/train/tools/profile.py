@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity
 from tamis.config import Config
 from tamis.data import open_loader
 from tamis.model import Decoder
+from tamis.run.files.console import counted
 from tamis.run.files.records import write_text_atomic
 from tamis.train.distributed import Ranks, choose_device, device_name
 from tamis.train.step import TrainStep
@@ -27,7 +28,7 @@ def profile_steps(config: Config, steps: int, folder: str | Path | None = None) 
     folder = Path(folder or Path(config.train.out_dir) / "profile")
     folder.mkdir(parents=True, exist_ok=True)
     device = choose_device(config, 0)
-    print(f"[tamis] profiling {steps} steps of {config.model.name} on {device_name(device)}", flush=True)
+    print(f"[tamis] profiling {counted(steps, 'step')} of {config.model.name} on {device_name(device)}", flush=True)
     profiler = _profiled(config, device, steps)
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     averages = profiler.key_averages()

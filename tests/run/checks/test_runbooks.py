@@ -324,9 +324,10 @@ def test_a_showcase_that_reached_its_goals_ends_with_a_plain_success(tmp_path):
         fabricate(tmp_path / "halted", steps=60, planned_steps=90, ending="halted", on_gpus=False)
     )
     assert training.goal_reached(unfinished).status == "not measured"
-    assert (
-        summary([Finding("pass", "1"), Finding("not measured", "?")]) == "open: 1 criteria passed, 1 were not measured"
-    )
+    good, unknown, bad = Finding("pass", "1"), Finding("not measured", "?"), Finding("fail", "0", name="loss")
+    assert summary([good, unknown]) == "open: 1 criterion passed, 1 was not measured"
+    assert summary([good, good, unknown, unknown]) == "open: 2 criteria passed, 2 were not measured"
+    assert summary([good, bad]) == "not successful: 1 criterion failed: loss"
 
 
 def test_a_go_no_go_file_of_an_earlier_version_is_read():

@@ -12,6 +12,7 @@ from pathlib import Path
 from tamis.config import Config
 from tamis.run.checks.evidence import Evidence
 from tamis.run.checks.findings import Finding, failed, not_applicable, not_measured, pass_if, passed
+from tamis.run.files.console import counted
 from tamis.run.files.manifest import damage, read_manifest
 
 LOAD_TIMEOUT_S = 600
@@ -21,7 +22,8 @@ def first_checkpoint_was_saved(evidence: Evidence) -> Finding:
     """Require a checkpoint from the first save on; a later one counts, because retention removes the oldest."""
     step = (evidence.config or Config()).train.save_every
     if evidence.planned_steps is not None and evidence.planned_steps < step:
-        return not_applicable(f"the run has {evidence.planned_steps} steps in all, fewer than train.save_every {step}")
+        steps = counted(evidence.planned_steps, "step")
+        return not_applicable(f"the run has {steps} in all, fewer than train.save_every {step}")
     if evidence.last_step < step:
         return not_measured(f"the run is at step {evidence.last_step}, before the first save at {step}")
     kept = [saved for saved in evidence.directory.checkpoints() if saved >= step]
@@ -35,7 +37,9 @@ def checkpoints_intact(evidence: Evidence) -> Finding:
     for step in steps:
         if problem := damage(evidence.directory.manifest(step)):
             return failed(f"checkpoint of step {step}: {problem}")
-    return passed(f"sha256 of {len(steps)} checkpoints as written (steps {', '.join(map(str, steps))})")
+    return passed(
+        f"sha256 of {counted(len(steps), 'checkpoint')} as written (saved at step {', '.join(map(str, steps))})"
+    )
 
 
 def newest_checkpoint_loads(evidence: Evidence) -> Finding:

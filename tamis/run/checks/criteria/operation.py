@@ -47,7 +47,9 @@ def started_without_errors(evidence: Evidence) -> Finding:
     bad = next((beat for beats in evidence.beats.values() for beat in beats if beat.phase == "failed"), None)
     if bad:
         return failed(f"rank {bad.rank} failed at step {bad.step}: {bad.detail or 'no detail'}", at=bad.ts)
-    return pass_if(evidence.last_step > 0, f"{evidence.last_step} steps and no failed phase", evidence.last_beat.ts)
+    return pass_if(
+        evidence.last_step > 0, f"{counted(evidence.last_step, 'step')} and no failed phase", evidence.last_beat.ts
+    )
 
 
 def no_cuda_or_nccl_errors(evidence: Evidence) -> Finding:
