@@ -126,7 +126,7 @@ def evaluate(
         int | None, typer.Option(min=0, max=100, help="solved examples before each question; by default as tasks.yaml")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="take only so many examples of each task")] = None,
-    text: Annotated[Path | None, typer.Option(help="a file for bits per byte, not the run's own text")] = None,
+    text: Annotated[Path | None, typer.Option(help="a file for bits per byte, not the held-out text")] = None,
     max_len: Annotated[int | None, typer.Option(min=1, help="longest sequence; by default the trained one")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:

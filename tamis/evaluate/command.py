@@ -1,4 +1,7 @@
-"""`tamis eval RUN`: bits per byte on held-out text and accuracy on tasks; a table, and eval.json in the run."""
+"""`tamis eval RUN`: bits per byte on held-out text and accuracy on tasks; a table, and eval.json in the run.
+
+Another text has a name of its own in eval.json: its figure never takes the place of that of the held-out text.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tamis.evaluate.tasks import Task, read_tasks
 from tamis.generate.load import LoadedModel, load_model
 from tamis.run.files.console import announced, say
 from tamis.run.files.directory import RunDirectory
+from tamis.run.files.reading import read_json
 from tamis.run.files.records import utc, write_json_atomic
 
 
@@ -35,7 +39,8 @@ def evaluate_model(
 
     Args:
         tasks: folder of JSONL files; without it only the held-out text is measured.
-        text: a file to measure bits per byte on, instead of the run's own held-out text.
+        text: a file to measure bits per byte on, instead of the run's own held-out text. What eval.json has of the
+            held-out text stays, and without `tasks` also what it has of tasks.
     """
     wanted = read_tasks(tasks, shots, limit) if tasks is not None else []  # refused before the model loads
     with announced(f"loading {checkpoint}"):
@@ -44,21 +49,41 @@ def evaluate_model(
     say(f"{loaded.source}: step {loaded.step}, {weight.dtype} on {weight.device}", sys.stderr)
     figures = {task.name: _measure_task(loaded, task) for task in wanted}
     centred = [of_task["centred"] for of_task in figures.values()]
-    results = {
+    measured = {
         "step": loaded.step,
         "time": utc(time.time()),
         "device": str(weight.device.type),
         "precision": str(weight.dtype).removeprefix("torch."),
+    }
+    bits = _measure_text(loaded, text)
+    results = {
+        **measured,
         "limit": limit,
-        "bits_per_byte": _measure_text(loaded, text),
+        "bits_per_byte": bits if text is None else None,
         "tasks": figures,
         "mean_centred": round(sum(centred) / len(centred), 4) if centred else None,
+        "texts": {} if text is None else {Path(text).name: {**measured, "bits_per_byte": bits}},
     }
     print("\n".join(table_of(results)), flush=True)
     path = _folder_of(Path(checkpoint)).eval_json
+    results = _with_earlier(results, path)
     write_json_atomic(path, results)
     say(f"written: {path}", sys.stderr)
     return results
+
+
+def _with_earlier(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the results with figures of an earlier eval.json that this evaluation did not measure again."""
+    try:
+        earlier = read_json(path)
+        texts = {**earlier.get("texts", {}), **results["texts"]}
+        if results["texts"] and not results["tasks"]:  # texts alone: everything else is as it was
+            return {**results, **earlier, "texts": texts}
+        alike = all(earlier.get(key) == results[key] for key in ("step", "device", "precision"))
+    except (OSError, ValueError, TypeError, AttributeError):  # none yet, or an odd one
+        return results
+    held_out = earlier.get("bits_per_byte") if results["texts"] and alike else results["bits_per_byte"]
+    return {**results, "bits_per_byte": held_out, "texts": texts}
 
 
 def _folder_of(checkpoint: Path) -> RunDirectory:
@@ -77,9 +102,13 @@ def _measure_text(loaded: LoadedModel, text: str | Path | None) -> float | None:
         except DataError as error:
             say(f"bits per byte are not measured, give a file by --text: {error}", sys.stderr)
             return None
-    with announced("measuring bits per byte on held-out text") as tell:
+    with announced(f"measuring bits per byte on {_named(text)}") as tell:
         bits = bits_per_byte(loaded.model, loaded.tokenizer, _told(batches, tell), packed)
     return None if bits is None else round(bits, 5)
+
+
+def _named(text: str | Path | None) -> str:
+    return "held-out text" if text is None else f"the text {Path(text).name}"
 
 
 def _told(batches: list[np.ndarray], tell: Callable[[object], None]) -> Iterator[np.ndarray]:
@@ -101,7 +130,7 @@ def _figures(task: Task, result: TaskResult) -> dict[str, Any]:
 
 
 def table_of(results: dict[str, Any]) -> list[str]:
-    """Return the lines of the table that `tamis eval` prints."""
+    """Return the lines of the table that `tamis eval` prints for what it measured: one text, and the tasks."""
     lines = [f"{'task':<24}{'examples':>9}{'shots':>6}{'accuracy':>10}{'±':>8}{'chance':>8}{'centred':>9}"]
     for name, f in results["tasks"].items():
         lines.append(
@@ -112,5 +141,7 @@ def table_of(results: dict[str, Any]) -> list[str]:
         lines = []
     elif results["mean_centred"] is not None:
         lines.append(f"{'mean of the centred scores':<65}{results['mean_centred']:>9.4f}")
-    bits = results["bits_per_byte"]
-    return [*lines, f"bits per byte on held-out text: {'not measured' if bits is None else f'{bits:.4f}'}"]
+    texts = {_named(name): of_text["bits_per_byte"] for name, of_text in results["texts"].items()}
+    for name, bits in (texts or {_named(None): results["bits_per_byte"]}).items():
+        lines.append(f"bits per byte on {name}: {'not measured' if bits is None else f'{bits:.4f}'}")
+    return lines

@@ -110,14 +110,32 @@ def _validation_loss(run: RunDirectory, step: int) -> float | None:
 def _evaluation(run: RunDirectory, step: int) -> list[str]:
     """Return the section with the figures of `tamis eval`, if it measured this step."""
     results = _object(run.eval_json)
+    rows = {**_own_figures(results, step), **_other_texts(results, step)}
+    return _table("Evaluation", rows) if rows else []
+
+
+def _own_figures(results: dict[str, Any], step: int) -> dict[str, str]:
+    """Return the accuracy of each task, and bits per byte on the text that the run held out."""
     tasks = results.get("tasks")
     if results.get("step") != step or not isinstance(tasks, dict):
-        return []
+        return {}
     figures = {name: task for name, task in tasks.items() if isinstance(task, dict) and "accuracy" in task}
     rows = {name: f"{task['accuracy']} ± {task.get('standard_error', '?')}" for name, task in figures.items()}
     if isinstance(bits := results.get("bits_per_byte"), float):
         rows["bits per byte, held-out text"] = f"{bits:.4f}"
-    return _table("Evaluation", rows) if rows else []
+    return rows
+
+
+def _other_texts(results: dict[str, Any], step: int) -> dict[str, str]:
+    """Return bits per byte on each text that `--text` named."""
+    texts = results.get("texts")
+    found = texts.items() if isinstance(texts, dict) else ()
+    figures = {name: text for name, text in found if isinstance(text, dict) and text.get("step") == step}
+    return {
+        f"bits per byte, the text {name}": f"{bits:.4f}"
+        for name, text in figures.items()
+        if isinstance(bits := text.get("bits_per_byte"), float)
+    }
 
 
 def _table(title: str, rows: dict[str, str]) -> list[str]:

@@ -122,9 +122,33 @@ def test_the_command_writes_figures_and_a_table(
     output = capsys.readouterr().out
     assert all(word in output for word in ("choice", "mean of the centred scores", "bits per byte"))
     text = tmp_path / "text.txt"
-    text.write_text("We the people " * 40)
-    assert evaluate_model(checkpoint, text=text, device="cpu")["tasks"] == {}
     for content, message in ((b"", "is empty"), (b"\xff", "cannot be read")):
         text.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             evaluate_model(checkpoint, text=text, device="cpu")
+
+
+def test_another_text_has_its_own_name_and_leaves_the_other_figures(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("data.dataset=sample", "train.eval_batches=2", "data.val_fraction=0.05")
+    checkpoint, file = save(tmp_path / "run", tiny_model(), config=config), tmp_path / "run" / "eval.json"
+    text = tmp_path / "foreign.txt"
+    text.write_text("zq" * 200)
+    alone = evaluate_model(checkpoint, text=text, device="cpu")
+    assert (alone["bits_per_byte"], alone["tasks"]) == (None, {})
+    assert alone["texts"]["foreign.txt"]["bits_per_byte"] > 0
+    own = evaluate_model(checkpoint, folder, shots=0, device="cpu")
+    assert own["texts"] == alone["texts"]
+    capsys.readouterr()
+    again = evaluate_model(checkpoint, text=text, device="cpu")
+    assert {**again, "texts": {}} == {**own, "texts": {}}
+    assert json.loads(file.read_text()) == again
+    output = capsys.readouterr().out
+    assert "bits per byte on the text foreign.txt: " in output
+    assert "held-out" not in output
+    with_tasks = evaluate_model(checkpoint, folder, shots=0, limit=3, text=text, device="cpu")
+    assert (with_tasks["bits_per_byte"], with_tasks["limit"]) == (own["bits_per_byte"], 3)
+    for odd in ("[", "[1]", '{"texts": 3}'):
+        file.write_text(odd)
+        assert list(evaluate_model(checkpoint, text=text, device="cpu")["texts"]) == ["foreign.txt"]

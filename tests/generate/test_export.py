@@ -64,7 +64,9 @@ def test_the_model_card_tells_data_tokens_loss_and_evaluation_but_no_path(tmp_pa
     run.val_csv.write_text("step,loss,ppl\n3,9.5,1\n7,3.25,25.8\n")
     run.metrics_json.write_text('{"steps_done": 7, "tokens_seen": 123456}')
     task = {"accuracy": 0.25, "standard_error": 0.01}
-    run.eval_json.write_text(json.dumps({"step": 7, "tasks": {"arc|easy": task}, "bits_per_byte": 1.5}))
+    texts = {"README.md": {"step": 7, "bits_per_byte": 4.5}, "old.txt": {"step": 6, "bits_per_byte": 2.5}}
+    figures = {"step": 7, "tasks": {"arc|easy": task}, "bits_per_byte": 1.5, "texts": texts}
+    run.eval_json.write_text(json.dumps(figures))
     card = (export_command(checkpoint, tmp_path / "folder") / "README.md").read_text()
     for text in (
         "library_name: transformers",
@@ -72,10 +74,12 @@ def test_the_model_card_tells_data_tokens_loss_and_evaluation_but_no_path(tmp_pa
         "123,456",
         "3.2500",
         "arc\\|easy | 0.25 ± 0.01",
-        "1.5000",
+        "| bits per byte, held-out text | 1.5000 |",
+        "| bits per byte, the text README.md | 4.5000 |",
     ):
         assert text in card
     assert "secret" not in card
+    assert "old.txt" not in card
     run.metrics_json.write_text("[")
     run.eval_json.write_text('{"step": 7, "tasks": [1]}')
     assert "123,456" not in (export_command(checkpoint, tmp_path / "again") / "README.md").read_text()

@@ -218,11 +218,13 @@ def _evaluation(run: RunDirectory) -> dict[str, Any] | None:
         results = read_json(run.eval_json)
         tasks = [(name, *(figures[key] for key in EVALUATION_COLUMNS)) for name, figures in results["tasks"].items()]
         step, bits, mean = results["step"], results["bits_per_byte"], results["mean_centred"]
+        texts = [(name, text["bits_per_byte"], text["step"]) for name, text in results.get("texts", {}).items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     lines = [f"Step {step}, measured {results.get('time')}, {results.get('precision')} on {results.get('device')}."]
     lines += [] if bits is None else [f"{bits} bits per byte on held-out text."]
     lines += [] if mean is None else [f"Mean of the centred scores: {mean}."]
+    lines += [f"{bits} bits per byte on the text {name}, step {step}." for name, bits, step in texts if bits]
     lines += [f"Only the first {limit} examples of each task."] if (limit := results.get("limit")) else []
     return {"lines": lines, "columns": EVALUATION_COLUMNS, "tasks": tasks}
 

@@ -54,11 +54,14 @@ def test_samples_and_evaluation_are_shown_and_escaped(tmp_path):
     SampleLog(run.samples).append([Sample(2, "Fellow", "<b>old"), Sample(3, "Fellow", "<b>citizens")])
     task = {"examples": 9, "shots": 2, "accuracy": 0.5, "standard_error": 0.1, "chance": 0.25, "centred": 0.3333}
     figures = {"step": 3, "bits_per_byte": 1.25, "mean_centred": 0.3333, "tasks": {"<arc>": task}, "limit": 9}
+    figures["texts"] = {"README.md": {"step": 2, "bits_per_byte": 4.5}}
     run.eval_json.write_text(json.dumps(figures))
     text = report_page(read_evidence(run), {})
     assert text.index("&lt;b&gt;citizens") < text.index("&lt;b&gt;old")
     for shown in ("&lt;arc&gt;", "1.25 bits per byte", "Mean of the centred scores: 0.3333", "first 9 examples"):
         assert shown in text
+    assert "1.25 bits per byte on held-out text" in text
+    assert "4.5 bits per byte on the text README.md, step 2." in text
     for odd in ("[", "[1]", '{"tasks": {"a": 3}}', '{"tasks": 3}'):
         run.eval_json.write_text(odd)
         assert "<h2>Evaluation" not in report_page(read_evidence(run), {})
