@@ -102,7 +102,7 @@ def nsa(
     gates: Tensor,
     spec: NSASpec,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | PackedRow | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
     max_seqlen: int | None = None,
@@ -116,7 +116,8 @@ def nsa(
         k, v: keys and values `[B,S,G,D]`; each serves H / G query heads, and all three branches read them.
         gates: weights of the compressed, selected and window branches after the sigmoid, `[B,S,H,3]`.
         spec: block sizes and counts.
-        cu_seqlens: int32 `[documents + 1]`, the offsets of packed documents in a row with B = 1; None: no packing.
+        cu_seqlens: int32 `[documents + 1]`, the offsets of packed documents in a row with B = 1, or their `PackedRow`;
+            None: no packing.
         scale: of the scores, by default `D ** -0.5`.
         backend: `"auto"` (kernels on a GPU, else the reference), `"reference"` or `"triton"`.
         max_seqlen: a bound on the tokens of a packed document, as for `nsa_attention`.
@@ -125,8 +126,7 @@ def nsa(
         `[B,S,H,D]` in the dtype of `q`.
     """
     check_layout(q, k, v, gates)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
+    _offsets(cu_seqlens, q)
     row, compress = as_row(cu_seqlens, q.shape[1], spec), MeanCompression(spec)
     k_cmp, v_cmp = compress(k, row), compress(v, row)
     return nsa_attention(
@@ -160,6 +160,7 @@ def select_blocks(
 
 
 def _offsets(cu_seqlens: Tensor | PackedRow | None, q: Tensor) -> Tensor | None:
+    """The offsets of packed documents, once they are checked against the queries."""
     offsets = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedRow) else cu_seqlens
     if offsets is not None:
         check_cu_seqlens(offsets, q)

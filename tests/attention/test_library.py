@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tamis.attention
 from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention
+from tamis.attention.packing import PackedRow
 from tests.attention import paper
 from tests.train.processes import run_ranks
 
@@ -111,7 +112,11 @@ def test_packed_documents_of_nsa_attend_as_if_alone() -> None:
     row = [x[:1] for x in inputs(50)]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     alone = [nsa(*document, SPEC) for document in zip(*(x.split(lengths, dim=1) for x in row), strict=True)]
-    torch.testing.assert_close(nsa(*row, SPEC, cu_seqlens=cu_seqlens), torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    packed = nsa(*row, SPEC, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+    assert torch.equal(nsa(*row, SPEC, cu_seqlens=PackedRow.of(cu_seqlens, 50, SPEC)), packed)
+    with pytest.raises(ValueError, match="made for a row of 60 tokens, q has 50"):
+        nsa(*row, SPEC, cu_seqlens=PackedRow.of(torch.tensor([0, 60], dtype=torch.int32), 60, SPEC))
     with pytest.raises(ValueError, match="one packed row"):
         nsa(*inputs(50), SPEC, cu_seqlens=cu_seqlens)
 
