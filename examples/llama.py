@@ -2,10 +2,14 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from tamis.attention import NSASpec, nsa
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: this example needs it, pip install transformers") from None
 
 SPEC = NSASpec(l=16, d=8, l_sel=32, n_sel=4, w=64)
 

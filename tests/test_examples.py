@@ -20,6 +20,15 @@ for path in sys.argv[1:]:
 """
 
 
+def test_the_example_of_a_llama_names_what_to_install_where_that_is_missing() -> None:
+    without = f"import sys; sys.modules['transformers'] = None\n{RUN_ALL}"
+    command = [sys.executable, "-c", without, str(ROOT / "examples" / "llama.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install transformers" in done.stderr
+
+
 def test_every_example_runs_and_prints_what_it_shows() -> None:
     """One after the other in one process, which loads torch once."""
     examples = sorted((ROOT / "examples").glob("*.py"))

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from tamis.cli.main import app
+from tamis.config import load_config
 from tests.checkout import ROOT, Checkout, make_checkout, stamp
 from tests.test_runbooks import command
 
@@ -59,6 +60,12 @@ def test_the_librarys_example_runs() -> None:
     exec(README.split("```python\n")[1].split("```")[0], names)
     assert names["out"].shape == names["q"].shape
     assert names["out"].isfinite().all()
+
+
+def test_the_client_of_the_serving_page_asks_for_the_model_that_the_page_serves() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    served = page.split("tamis serve artifacts/")[1].split()[0]
+    assert f'model="{load_config(ROOT / "configs" / f"{served}.yaml").model.name}"' in page
 
 
 def test_the_plots_show_the_figures_of_docs_data(tmp_path: Path) -> None:

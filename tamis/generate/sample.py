@@ -20,7 +20,7 @@ from torch import Tensor
 from tamis.attention.cache import Cache
 from tamis.config import Config
 from tamis.data.tokenizer import Tokenizer
-from tamis.generate.load import LoadedModel, load_model
+from tamis.generate.load import LanguageModel, LoadedModel, load_model
 from tamis.model import Decoder
 from tamis.run.files.console import announced, counted, print_line, printable
 from tamis.run.files.records import read_problem
@@ -48,7 +48,7 @@ class Sampling:
 
 
 def generate_text(
-    model: Decoder,
+    model: Decoder | LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
@@ -57,9 +57,13 @@ def generate_text(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> Iterator[str]:
-    """Yield the continuation of `prompt` piece by piece as it is sampled; stop at end-of-text."""
+    """Yield the continuation of `prompt` piece by piece as it is sampled; stop at end-of-text.
+
+    `model` is what `tamis.load` returns, or its decoder.
+    """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    for pieces in generate_texts(model, tokenizer, [prompt], max_new_tokens, sampling):
+    decoder = model.decoder if isinstance(model, LanguageModel) else model
+    for pieces in generate_texts(decoder, tokenizer, [prompt], max_new_tokens, sampling):
         yield pieces[0]
 
 

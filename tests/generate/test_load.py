@@ -183,3 +183,13 @@ def test_tamis_load_gives_a_model_that_returns_logits_and_its_tokenizer(kind: st
     assert torch.equal(model(ids), decoder.logits(decoder(torch.from_numpy(ids).long())[0]))
     with pytest.raises(ValueError, match=r"ids must have 2 dimensions \[batch, tokens\]"):
         model(ids[0])
+
+
+def test_the_snippet_of_the_inference_page_generates_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "artifacts" / "train_showcase", small_model())
+    monkeypatch.chdir(tmp_path)
+    page = (Path(tamis.__file__).parents[1] / "docs" / "inference.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0].replace("max_new_tokens=100", "max_new_tokens=5"), {})
+    assert capsys.readouterr().out
