@@ -23,7 +23,7 @@ from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.choices import count_choices
 from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.bench.model_inputs import layer_inputs, load_trained, shape_of_model
-from tamis.generate.load import LoadedModel
+from tamis.generate.load import LoadedModel, device_for
 
 REFERENCE_UP_TO = 2048
 
@@ -46,7 +46,7 @@ def measure_attention(
     With `graph` every call is replayed from a CUDA graph, as training does; else calls are queued one behind the other.
     With a trained `model`, the shape is the model's, and its layers are measured on held-out text too.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_for(device or "auto")
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     if graph and place.type != "cuda":
         raise ValueError("CUDA graphs need a GPU: leave --graph out")

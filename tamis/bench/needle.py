@@ -28,6 +28,7 @@ from tamis.bench.document import begin_document
 from tamis.bench.retrieval_tasks import RetrievalTask, RetrievalTexts, make_texts, retrieval_tasks, tokens_of_texts
 from tamis.config import Config, build_config
 from tamis.config.size import dense_twin, parameter_count
+from tamis.generate.load import device_for
 from tamis.model import Decoder
 from tamis.run.files.console import say
 from tamis.run.files.records import already_printed, write_json_atomic
@@ -125,7 +126,7 @@ def measure_needle(
     setting: NeedleSettings | None = None, *, device: str = "cpu", out_dir: str | Path = "artifacts/bench"
 ) -> dict[str, Any]:
     """Train NSA and its twin and measure them on fresh texts; write needle.json, print tables and the document."""
-    setting, place = setting or NeedleSettings(), torch.device(device)
+    setting, place = setting or NeedleSettings(), device_for(device)
     document = begin_document("needle", place) | {"setting": asdict(setting), "models": {}}
     folder = Path(out_dir)
     config = setting.config()

@@ -21,6 +21,7 @@ from tamis.attention.agreement import relative_rmse
 from tamis.bench.attention import measure
 from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.document import begin_document, kept_when_interrupted
+from tamis.generate.load import device_for
 
 Attention = Callable[..., Tensor]  # of q, k, v, gates and the NSASpec
 OURS: Attention = nsa
@@ -80,7 +81,7 @@ def measure_peers(
     peers: Sequence[Peer] = PEERS,
 ) -> dict[str, Any]:
     """Measure ours, dense attention and every installed peer at each length; print the table, return the document."""
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = device_for(device or "auto")
     dtype, sizes = torch.bfloat16 if target.type == "cuda" else torch.float32, SHAPES[shape]
     skipped = {peer.name: reason for peer in peers if (reason := why_not_installed(peer))}
     for peer in peers:

@@ -23,7 +23,9 @@ bench_verb = partial(bench_app.command, cls=Verb)
 Tokens = Annotated[
     int | None, typer.Option(min=1, help="tokens per call or step, whatever the length; 65,536 on a GPU")
 ]
-Lengths = Annotated[list[int] | None, typer.Option("--length", metavar="N", help="tokens of a sequence; repeatable")]
+Lengths = Annotated[
+    list[int] | None, typer.Option("--length", metavar="N", min=1, help="tokens of a sequence; repeatable")
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="timings per row; 7 on a GPU")]
 Steps = Annotated[int | None, typer.Option(min=1, help="steps measured; 20 on a GPU")]
@@ -175,7 +177,7 @@ def bench_paths(
 def bench_train(
     words: Words = None,
     lengths: Annotated[
-        list[int] | None, typer.Option("--length", metavar="N", help="tokens per sequence; repeatable")
+        list[int] | None, typer.Option("--length", metavar="N", min=1, help="tokens per sequence; repeatable")
     ] = None,
     tokens: Tokens = None,
     steps: Steps = None,
@@ -202,9 +204,11 @@ def bench_train(
 
 @bench_verb("decode")
 def bench_decode(
-    batches: Annotated[list[int] | None, typer.Option("--batch", metavar="N", help="sequences; repeatable")] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", metavar="N", min=1, help="sequences; repeatable")
+    ] = None,
     lengths: Annotated[
-        list[int] | None, typer.Option("--length", metavar="N", help="tokens in the cache; repeatable")
+        list[int] | None, typer.Option("--length", metavar="N", min=1, help="tokens in the cache; repeatable")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="timings per row")] = 30,
     with_model: Annotated[bool, typer.Option("--with-model", help="also a step of the whole model")] = False,
@@ -229,7 +233,7 @@ def bench_decode(
 @bench_verb("needle")
 def bench_needle(
     lengths: Annotated[
-        list[int] | None, typer.Option("--length", metavar="N", help="tokens of a text; repeatable")
+        list[int] | None, typer.Option("--length", metavar="N", min=1, help="tokens of a text; repeatable")
     ] = None,
     tasks: Annotated[
         list[str] | None,

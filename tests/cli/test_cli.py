@@ -94,6 +94,23 @@ def test_measurements_end_in_one_json_document(here: Path) -> None:
     assert list((here / "artifacts" / "bench").glob("paths_*.json"))
 
 
+@pytest.mark.parametrize(
+    "words", ["attention --length 0", "peers --length -5", "train --length 0", "decode --batch 0", "needle --length 0"]
+)
+def test_a_bench_without_tokens_or_sequences_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("bench", *words.split()) == 2
+    assert "greater than or equal to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", ["attention", "peers", "decode", "needle"])
+def test_a_bench_on_a_missing_gpu_is_refused(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert typed("bench", bench, "--device", "cuda") == 2
+    assert "device cuda was asked for, but PyTorch sees no GPU: use --device cpu" in capsys.readouterr().err
+
+
 def test_data_is_prepared_and_checked(here: Path) -> None:
     prepared = ok(tamis("data", "prepare", "shards", "mine.yaml", "data.dataset=sample"))
     assert "0 records unreadable, 0 empty; train on it: tamis run --data shards" in prepared
