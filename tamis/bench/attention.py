@@ -23,6 +23,7 @@ from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.choices import count_choices
 from tamis.bench.document import begin_document, kept_when_interrupted
 from tamis.bench.model_inputs import layer_inputs, load_trained, shape_of_model
+from tamis.bench.sizes import print_other_tokens, sequences_in
 from tamis.generate.load import LoadedModel, device_for
 
 REFERENCE_UP_TO = 2048
@@ -56,6 +57,7 @@ def measure_attention(
     document = begin_document("attention", place)
     document |= {"dtype": str(dtype), "tokens": tokens, "graph": graph, **ceilings, "rows": rows}
     print(f"{document['device']}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
+    print_other_tokens(tokens, lengths)
     print(f"ceilings measured here: {ceilings['tflops']:.0f} TFLOP/s matmul, {ceilings['tb_per_s']:.2f} TB/s copy")
     with kept_when_interrupted(document):
         for shape in [shape_of_model(trained)] if trained else [SHAPES[s] for s in shapes]:
@@ -97,7 +99,7 @@ def measure_length(
     graph: bool = False,
     trained: LoadedModel | None = None,
 ) -> list[dict[str, Any]]:
-    batch = max(1, tokens // length)
+    batch = sequences_in(tokens, length)
     floor = branches.least_work(shape, batch, length, dtype.itemsize)
 
     def measure_choices(inputs: list[Tensor], choices: str) -> list[dict[str, Any]]:
@@ -122,7 +124,7 @@ def measure_length(
         rows += [mean_of_layers(same) for same in zip(*layers, strict=True)]
     cudnn = rows[0]
     for row in rows:
-        row |= {"shape": shape.name, "length": length, "batch": batch}
+        row |= {"shape": shape.name, "length": length, "batch": batch, "tokens": batch * length}
         if row["both_ms"] and cudnn["both_ms"]:
             row["both_over_cudnn"] = round(row["both_ms"] / cudnn["both_ms"], 3)
     return rows

@@ -21,6 +21,7 @@ from tamis.attention.agreement import relative_rmse
 from tamis.bench.attention import measure
 from tamis.bench.branches import SHAPES, Shape, Timed
 from tamis.bench.document import begin_document, kept_when_interrupted
+from tamis.bench.sizes import print_other_tokens, sequences_in
 from tamis.generate.load import device_for
 
 Attention = Callable[..., Tensor]  # of q, k, v, gates and the NSASpec
@@ -92,10 +93,11 @@ def measure_peers(
     document = begin_document("peers", target) | {"dtype": str(dtype), "shape": shape, "skipped": skipped, "rows": rows}
     heads = f"{sizes.heads} heads in {sizes.groups} groups of dim {sizes.dim}"
     print(f"{document['device']}, {dtype}, {heads}, {tokens:,} tokens per call")
+    print_other_tokens(tokens, lengths)
     print(f"{'length':>7} {'':34} {'forward ms':>11} {'both ms':>9} {'GiB':>6} {'differs':>8}")
     with kept_when_interrupted(document):
         for length in lengths:
-            for row in _measure_length(sizes, installed, length, max(1, tokens // length), target, dtype, repeats):
+            for row in _measure_length(sizes, installed, length, sequences_in(tokens, length), target, dtype, repeats):
                 rows.append(row)
                 _print_row(row)
     return document
@@ -125,7 +127,8 @@ def _measure_length(
         contenders.append(("tamis, one block size", OURS, coarse))
     contenders += [(peer.name, peer.attend, coarse if peer.one_block_size else shape.spec) for peer in peers]
     for name, attend, spec in contenders:
-        row = measure(_timed(name, attend, inputs, spec), device, repeats) | {"length": length, "batch": batch}
+        row = measure(_timed(name, attend, inputs, spec), device, repeats)
+        row |= {"length": length, "batch": batch, "tokens": batch * length}
         if "error" not in row and attend not in (OURS, _dense):
             with torch.no_grad():
                 row["differs"] = relative_rmse(attend(*inputs, spec), OURS(*inputs, spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,18 @@ class BenchSizes:
 
 
 ON_CPU = BenchSizes(("m7c",), (256, 512), (2048, 8192), (1, 8), tokens=512, repeats=1, steps=4, warmup=1)
+
+
+def sequences_in(tokens: int, length: int) -> int:
+    """Return how many whole sequences a call or step of so many tokens has; at least one."""
+    return max(1, tokens // length)
+
+
+def print_other_tokens(tokens: int, lengths: Iterable[int]) -> None:
+    """Print the lengths whose whole sequences do not come to the tokens that were asked for."""
+    for length in lengths:
+        if (whole := sequences_in(tokens, length) * length) != tokens:
+            print(f"{whole:,} tokens at length {length:,}, in place of {tokens:,}: whole sequences alone", flush=True)
 
 
 def default_sizes(device: str | None = None) -> BenchSizes:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tamis.bench.document import begin_document, kept_when_interrupted
+from tamis.bench.sizes import print_other_tokens, sequences_in
 from tamis.config import Config, build_config
 from tamis.config.size import parameter_count
 from tamis.train.distributed import choose_device
@@ -31,6 +32,7 @@ def measure_training(
     document = begin_document("train", device)
     document |= {"tokens_per_step": tokens, "precision": config.runtime.precision, "rows": rows}
     print(f"{config.model.name} on {document['device']}, {config.runtime.precision}, {tokens:,} tokens per step")
+    print_other_tokens(tokens, lengths)
     print(f"{'length':>7} {'attention':>9} {'data':>6} {'tok/s':>10} {'MFU':>6} {'p50 ms':>8} {'p95 ms':>8} {'GiB':>6}")
     sources = ("none", "shards") if with_data else ("none",)
     with kept_when_interrupted(document):
@@ -45,7 +47,7 @@ def measure_training(
 def _shaped(config: Config, attention: str, length: int, tokens: int) -> Config:
     tree = config.model_dump()
     tree["model"]["attention"] = attention
-    tree["train"] |= {"seq_len": length, "batch_size": max(1, tokens // length), "accumulate_grad_batches": 1}
+    tree["train"] |= {"seq_len": length, "batch_size": sequences_in(tokens, length), "accumulate_grad_batches": 1}
     return build_config(tree)
 
 
@@ -67,6 +69,7 @@ def _row(config: Config, device: torch.device, source: str, measured: Measuremen
         "length": config.train.seq_len,
         "attention": config.model.attention,
         "data": source,
+        "tokens_per_step": config.tokens_per_step(1),
         "parameters": parameter_count(config),
         "toks_per_s": round(rate),
         "mfu": Utilisation(config, device).at(rate, [config.train.seq_len]),

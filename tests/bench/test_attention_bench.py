@@ -19,7 +19,10 @@ def test_tables_come_first_and_the_document_holds_every_row(capsys, monkeypatch)
     names = {(row["name"], row["choices"], row["length"]) for row in document["rows"]}
     assert {("whole", "random", 48), ("whole", "clustered", 96), ("reference", "random", 48)} <= names
     assert {row["batch"] for row in document["rows"] if row["length"] == 48} == {2}
-    assert any(line.startswith("whole, clustered") for line in capsys.readouterr().out.splitlines())
+    assert {row["tokens"] for row in document["rows"]} == {96}
+    printed = capsys.readouterr().out
+    assert any(line.startswith("whole, clustered") for line in printed.splitlines())
+    assert "in place of" not in printed
 
 
 def test_the_parts_are_all_the_kernels_of_the_whole():

@@ -19,7 +19,7 @@ def test_installed_peers_are_compared_and_missing_ones_skipped_with_a_reason(cap
         Peer("refuses", ("json",), "-", raising),
         Peer("missing", ("no_such_package",), "pip install no-such-package", biased),
     ]
-    document = measure_peers("tiny", [48], tokens=96, repeats=1, device="cpu", peers=peers)
+    document = measure_peers("tiny", [48], tokens=100, repeats=1, device="cpu", peers=peers)
     assert json.loads(json.dumps(document)) == document
     rows = {row["name"]: row for row in document["rows"]}
     assert list(rows) == ["dense", "tamis", "tamis, one block size", "same", "biased", "refuses"]
@@ -27,7 +27,9 @@ def test_installed_peers_are_compared_and_missing_ones_skipped_with_a_reason(cap
     assert all(rows[name]["both_ms"] > 0 for name in ("dense", "tamis", "same"))
     assert rows["refuses"]["error"] == "group size must be 16" and "differs" not in rows["refuses"]
     assert "No module named 'no_such_package'" in document["skipped"]["missing"]
+    assert {(row["batch"], row["tokens"]) for row in document["rows"]} == {(2, 96)}
     printed = capsys.readouterr().out
+    assert "96 tokens at length 48, in place of 100" in printed
     assert "missing is skipped: importing no_such_package fails" in printed and "pip install no-such-package" in printed
 
 
