@@ -61,7 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Every verb's --help has examples. --debug after any verb shows where an error came from. "
     "Exit codes: 0 done, 1 failed, 2 wrong words or config, 3 halted, 4 stopped by a signal, 5 anomaly, 6 no data, "
-    "7 cost limit.",
+    "7 cost limit, 130 interrupted (Ctrl-C, or TERM for a bench).",
 )
 for panel in (train, runs, check, models, measure):  # the order of the help
     app.add_typer(panel.app)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
 
 from tamis.cli.common import MEASURE, Verb, Verbs, Words, loading_torch, resolve
+from tamis.run.background import signals_handled
 from tamis.run.files.console import announced
 
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=MEASURE)
 
-bench_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Measure attention, training, decoding, retrieval.")
+bench_app = typer.Typer(cls=Verbs, no_args_is_help=True)
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 bench_verb = partial(bench_app.command, cls=Verb)
 
@@ -30,6 +37,21 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU 
 Repeats = Annotated[int | None, typer.Option(min=1, help="timings per row; 7 on a GPU")]
 Steps = Annotated[int | None, typer.Option(min=1, help="steps measured; 20 on a GPU")]
 Warmup = Annotated[int | None, typer.Option(min=0, help="steps before that; 5 on a GPU")]
+
+
+@bench_app.callback()
+def bench(context: typer.Context) -> None:
+    """Measure attention, training, decoding, retrieval."""
+    if threading.current_thread() is threading.main_thread():  # until the bench has handlers of its own
+        context.with_resource(signals_handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), _end_interrupted)))
+
+
+def _end_interrupted(number: int, frame: FrameType | None) -> None:
+    """End the process at once: torch, while it loads, hides an exception and fails later with another one."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 @verb()

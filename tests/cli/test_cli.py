@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +102,17 @@ def test_measurements_end_in_one_json_document(here: Path) -> None:
 def test_a_bench_without_tokens_or_sequences_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("bench", *words.split()) == 2
     assert "greater than or equal to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_bench_that_is_interrupted_while_torch_loads_ends_with_a_message(number: int) -> None:
+    words = [sys.executable, "-m", "tamis", "bench", "needle"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        assert "loading torch" in bench.stdout.readline()
+        bench.send_signal(number)
+        _, errors = bench.communicate(timeout=60)
+    assert (bench.returncode, errors.splitlines()[-1]) == (130, "interrupted")
 
 
 @pytest.mark.parametrize("bench", ["attention", "peers", "decode", "needle"])
