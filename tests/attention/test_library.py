@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tamis.attention
-from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention
+from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention, select_blocks
 from tamis.attention.packing import PackedRow
 from tests.attention import paper
 from tests.train.processes import run_ranks
@@ -218,6 +219,13 @@ def test_a_cuda_graph_replays_forward_and_backward_of_the_layer() -> None:
 def test_the_page_documents_every_public_name() -> None:
     page = (ROOT / "docs" / "attention-api.md").read_text(encoding="utf-8")
     assert [name for name in tamis.attention.__all__ if f"## {name}\n" not in page] == []
+
+
+def test_the_page_gives_every_argument_of_the_functions_and_of_the_layer() -> None:
+    page = (ROOT / "docs" / "attention-api.md").read_text(encoding="utf-8")
+    for call in (nsa, nsa_attention, select_blocks, NSAAttention):
+        names = re.findall(r"\w+", page.split(f"= {call.__name__}(")[1].partition(")")[0])
+        assert [name for name in inspect.signature(call).parameters if name not in names] == []
 
 
 def test_importing_the_library_loads_no_package_but_torch_triton_and_numpy() -> None:
