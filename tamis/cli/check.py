@@ -29,7 +29,15 @@ verb = partial(app.command, cls=Verb, rich_help_panel=CHECK)
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON document instead of lines")]
 
-config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show or check a configuration.")
+CONFIG_HELP = """Show or check a configuration.
+
+Examples:
+
+  tamis config show configs/m7c_125m_80g.yaml train.steps=100
+
+  tamis config validate configs/m7c_125m_80g.yaml
+"""
+config_app = typer.Typer(cls=Verbs, no_args_is_help=True, help=CONFIG_HELP)
 app.add_typer(config_app, name="config", rich_help_panel=CHECK)
 config_verb = partial(config_app.command, cls=Verb)
 

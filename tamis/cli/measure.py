@@ -41,7 +41,14 @@ Warmup = Annotated[int | None, typer.Option(min=0, help="steps before that; 5 on
 
 @bench_app.callback()
 def bench(context: typer.Context) -> None:
-    """Measure attention, training, decoding, retrieval."""
+    """Measure attention, training, decoding, retrieval.
+
+    Examples:
+
+      tamis bench attention --shape m7c --length 8192
+
+      tamis bench train configs/m7c_125m_80g.yaml --length 2048
+    """
     if threading.current_thread() is threading.main_thread():  # until the bench has handlers of its own
         context.with_resource(signals_handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), _end_interrupted)))
 

@@ -30,7 +30,15 @@ from tamis.run.locate import existing_model
 app = typer.Typer()
 verb = partial(app.command, cls=Verb, rich_help_panel=USE)
 
-data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Prepare token shards, or check the data.")
+DATA_HELP = """Prepare token shards, or check the data.
+
+Examples:
+
+  tamis data prepare shards/ data.dataset=local data.local_path=my_texts
+
+  tamis data check configs/m7c_125m_80g.yaml --batches 8
+"""
+data_app = typer.Typer(cls=Verbs, no_args_is_help=True, help=DATA_HELP)
 app.add_typer(data_app, name="data", rich_help_panel=USE)
 data_verb = partial(data_app.command, cls=Verb)
 

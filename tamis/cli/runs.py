@@ -19,7 +19,11 @@ NewestRun = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="a run's directory, its train.out_dir; by default the newest run")
 ]
 
-notify_app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Send messages about runs.")
+NOTIFY_HELP = """Send messages about runs.
+
+Example: tamis notify test notify.to=ntfy://my-topic
+"""
+notify_app = typer.Typer(cls=Verbs, no_args_is_help=True, help=NOTIFY_HELP)
 app.add_typer(notify_app, name="notify", rich_help_panel=WATCH)
 notify_verb = partial(notify_app.command, cls=Verb)
 

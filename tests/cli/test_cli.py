@@ -56,6 +56,15 @@ def test_every_verb_teaches_by_an_example_of_itself(verb: str) -> None:
     assert f"tamis {verb}" in text
 
 
+def test_every_group_teaches_by_an_example_of_its_verbs() -> None:
+    groups = {name: c for name, c in get_command(app).commands.items() if getattr(c, "commands", None)}
+    assert set(groups) == {verb.split()[0] for verb in VERBS if " " in verb}
+    for name, group in groups.items():
+        shown = [verb for verb in VERBS if verb.startswith(f"{name} ") and f"tamis {verb}" in group.help]
+        assert "Example" in group.help
+        assert shown
+
+
 def test_a_small_model_is_trained_used_and_packed(here: Path) -> None:
     assert "step 3/3" in ok(tamis("train", "mine.yaml"))
     assert "Fellow" in ok(
