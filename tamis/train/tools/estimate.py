@@ -59,7 +59,7 @@ def estimate_run(config: Config, processes: int = 1, ranks: Ranks | None = None)
     needed, free = checkpoint * (kept + 1), _free_gib(Path(config.train.out_dir))
     advice = _memory_advice(config, device, measured.peak_gib)
     if needed > free:
-        advice.append(f"checkpoints need {needed:.1f} GiB and {free:.1f} are free: lower train.keep_checkpoints")
+        advice.append(f"checkpoints need {needed:.2f} GiB and {free:.2f} are free: lower train.keep_checkpoints")
     eta_s = tokens * config.train.steps / (rate * processes)
     return Estimate(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -106,19 +106,22 @@ def _memory_advice(config: Config, device: torch.device, peak_gib: float | None)
     ]
 
 
-def compared_with_dense(config: Config) -> str:
-    """Which attention trains faster at this length, from the measured lengths around it."""
+def compared_with_dense(config: Config, device: str) -> str:
+    """Which attention trains faster at this length, from the measured lengths around it; on a GPU alone."""
     length = config.train.seq_len
     lengths, ratios = zip(*NSA_OVER_DENSE.items(), strict=True)
+    if device == "CPU" or not lengths[0] <= length <= lengths[-1]:
+        here = "on a CPU" if device == "CPU" else f"at {length:,} tokens"
+        known = f"it was from {lengths[0]:,} to {lengths[-1]:,} tokens, 125M on one H200"
+        return f"whether NSA or dense is faster was not measured {here}; {known}"
     ratio = float(np.interp(math.log(length), np.log(lengths), ratios))
-    where = f"at {length:,} tokens" if lengths[0] <= length <= lengths[-1] else f"at {length:,} tokens (not measured)"
     if abs(ratio - 1) < SAME_SPEED:
         verdict = "NSA and dense are about equally fast"
     elif ratio > 1:
         verdict = f"NSA is faster, about {ratio:.1f} times as fast as dense"
     else:
         verdict = f"dense is faster, NSA about {ratio:.2f} times as fast; model.attention=dense trains the dense twin"
-    return f"{where} {verdict} (125M on one H200)"
+    return f"at {length:,} tokens {verdict} (125M on one H200)"
 
 
 def _free_gib(path: Path) -> float:
@@ -156,8 +159,8 @@ def _lines(e: Estimate, config: Config, processes: int) -> list[str]:
         f"tokens      {e.tokens_per_step:,} per step, {e.tokens_planned:,} in all",
         f"time        {duration(e.eta_s)} for {config.train.steps:,} steps, if data and other GPUs keep up",
         *([] if e.cost is None else [f"price       {e.cost:,.2f} $ at {config.cost.per_hour:,.2f} $ an hour"]),
-        f"attention   {compared_with_dense(config)}",
-        f"disk        {e.checkpoint_gib:.2f} GiB per checkpoint, {e.disk_needed_gib:.1f} GiB at most, "
+        f"attention   {compared_with_dense(config, e.device)}",
+        f"disk        {e.checkpoint_gib:.2f} GiB per checkpoint, {e.disk_needed_gib:.2f} GiB at most, "
         f"{e.disk_free_gib:.1f} GiB free",
         *(f"warning     {advice}" for advice in e.advice),
     ]
