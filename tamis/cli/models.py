@@ -62,7 +62,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="sample from the k likeliest tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens up to this probability")] = 1.0,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 1337,
-    max_len: Annotated[int | None, typer.Option(help="longest sequence; by default the trained one")] = None,
+    max_len: Annotated[int | None, typer.Option(min=1, help="longest sequence; by default the trained one")] = None,
     rope_scale: Annotated[
         float | None, typer.Option(help="divide positions by this, beyond the trained length")
     ] = None,

@@ -56,6 +56,12 @@ def test_every_verb_teaches_by_an_example_of_itself(verb: str) -> None:
     assert f"tamis {verb}" in text
 
 
+def test_a_longest_sequence_below_one_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("generate", "serve", "eval"):
+        assert typed(verb, str(tmp_path), "--max-len", "0") == 2
+        assert "Invalid value for '--max-len'" in capsys.readouterr().err
+
+
 def test_every_group_teaches_by_an_example_of_its_verbs() -> None:
     groups = {name: c for name, c in get_command(app).commands.items() if getattr(c, "commands", None)}
     assert set(groups) == {verb.split()[0] for verb in VERBS if " " in verb}
