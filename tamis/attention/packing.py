@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tamis.attention.checks import check_offsets
 from tamis.attention.spec import NSASpec, as_numbers
 
 ALIGNED = 32  # numbers: every table begins where a kernel may read 16 bytes at once
@@ -61,15 +62,20 @@ def positions_in_documents(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def documents(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> Iterator[tuple[slice, slice]]:
     """Tokens and compressed blocks of every document that is not empty. The host reads the offsets, and checks them."""
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != tokens or any(a > b for a, b in pairwise(offsets)):
-        raise ValueError(f"cu_seqlens must begin with 0, never decrease and end with {tokens} tokens, got {offsets}")
-    block = 0
+    offsets, block = _read_offsets(cu_seqlens, tokens), 0
     for begin, end in pairwise(offsets):
         blocks = spec.compressed_blocks(end - begin)
         if end > begin:
             yield slice(begin, end), slice(block, block + blocks)
         block += blocks
+
+
+def _read_offsets(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The offsets, read by the host and checked."""
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != tokens or any(a > b for a, b in pairwise(offsets)):
+        raise ValueError(f"cu_seqlens must begin with 0, never decrease and end with {tokens} tokens, got {offsets}")
+    return offsets
 
 
 def _first_blocks(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
@@ -139,7 +145,10 @@ class PieceLayout(NamedTuple):
 
 def as_row(cu_seqlens: Tensor | PackedRow | None, tokens: int, spec: NSASpec) -> PackedRow | None:
     """The packed row of offsets, unless it is made already, or there are none."""
-    return PackedRow.of(cu_seqlens, tokens, spec) if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if cu_seqlens is None or isinstance(cu_seqlens, PackedRow):
+        return cu_seqlens
+    check_offsets(cu_seqlens)
+    return PackedRow.of(cu_seqlens, tokens, spec)
 
 
 @dataclass(frozen=True)
@@ -199,6 +208,7 @@ def packed_tables(cu_seqlens: Tensor, tokens: int, spec: list[int]) -> Tensor:
     """The tables of `PackedTables` in one tensor: by two kernels on a GPU, else by `reference_tables`."""
     sizes = table_sizes(len(cu_seqlens) - 1, tokens, NSASpec(*spec))
     if not cu_seqlens.is_cuda:
+        _read_offsets(cu_seqlens, tokens)  # checked where no GPU has to be waited for
         parts = reference_tables(cu_seqlens, tokens, NSASpec(*spec))
         padded = [torch.nn.functional.pad(x.flatten(), (0, n - x.numel())) for x, n in zip(parts, sizes, strict=True)]
         return torch.cat(padded).to(torch.int32)

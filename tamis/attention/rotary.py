@@ -5,6 +5,7 @@ On a GPU `split_heads` cuts and rotates in one pass over memory, and joins the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ class Rotary(nn.Module):
 
     def __init__(self, dim: int, base: float, scale: float, length: int) -> None:
         super().__init__()
+        if not (0 < base < math.inf and 0 < scale < math.inf):
+            raise ValueError(f"rope_base and rope_scale must be finite numbers above 0, got {base} and {scale}")
         # float64: at a million tokens a float32 angle is wrong by hundredths of a radian.
         frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angle = torch.outer(torch.arange(length, dtype=torch.float64) / scale, frequency)

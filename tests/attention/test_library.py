@@ -129,6 +129,15 @@ def test_a_wrong_size_is_named() -> None:
         NSAAttention(24, 4, 2, 7, SPEC)
     with pytest.raises(ValueError, match='phi must be "mlp" or "avg"'):
         NSAAttention(24, 4, 2, 8, SPEC, phi="max")
+    for rope in ({"rope_scale": 0}, {"rope_scale": float("nan")}, {"rope_base": -1.0}):
+        with pytest.raises(ValueError, match="rope_base and rope_scale must be finite numbers above 0"):
+            layer(**rope)
+    module, cache = layer(), layer().new_cache(2, 60)
+    for call in (module, module.selected_blocks, lambda x: module.prefill(x, cache)):
+        with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 24\], got \[2, 60, 23\]"):
+            call(tokens()[..., :23])
+    with pytest.raises(ValueError, match=r"x must have shape \[batch, 24\], got \[2, 23\]"):
+        module.step(tokens()[:, 0, :23], cache)
     with pytest.raises(ValueError, match="97 tokens are more than max_len=96"):
         layer()(tokens(97))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.devices import DEVICE, poisoned_memory, random_inputs, relative_rmse  # isort: skip
-from tamis.attention import NSASpec, nsa_attention, op, select_blocks
+from tamis.attention import NSAAttention, NSASpec, nsa, nsa_attention, op, select_blocks
 from tamis.attention.kernels import selection, tape
 from tamis.attention.kernels.banded import keys, queries
 from tamis.attention.kernels.selected import backward, layout, union
@@ -264,6 +264,26 @@ def test_offsets_that_do_not_fit_the_row_are_refused(cu_seqlens: Tensor, message
     inputs = [x.detach() for x in random_inputs(SPEC, tokens=20)]
     with pytest.raises(ValueError, match=message):
         nsa_attention(*inputs, SPEC, "reference", cu_seqlens=cu_seqlens.to(DEVICE))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is not waited for")
+def test_offsets_on_the_cpu_that_do_not_end_with_the_row_are_refused_by_every_function() -> None:
+    inputs = [x.detach() for x in random_inputs(SPEC, tokens=20)]
+    q, k_cmp, _, k, v, *_, gates = inputs
+    layer = NSAAttention(16, 4, 2, 4, SPEC, max_len=64)
+    calls = (
+        lambda offsets: nsa(q, k, v, gates, SPEC, cu_seqlens=offsets),
+        lambda offsets: nsa_attention(*inputs, SPEC, cu_seqlens=offsets),
+        lambda offsets: select_blocks(q, k_cmp, SPEC, cu_seqlens=offsets),
+        lambda offsets: layer(torch.randn(1, 20, 16), offsets),
+        lambda offsets: PackedRow.of(offsets, 20, SPEC),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"end with 20 tokens, got \[0, 10, 19\]"):
+            call(torch.tensor([0, 10, 19], dtype=torch.int32))
+    for call in calls[:-1]:
+        with pytest.raises(ValueError, match="cu_seqlens must be an int32 tensor or a PackedRow, got a list"):
+            call([0, 10, 20])
 
 
 def test_a_batch_of_packed_rows_is_refused() -> None:
