@@ -58,7 +58,7 @@ def measure_attention(
     document |= {"dtype": str(dtype), "tokens": tokens, "graph": graph, **ceilings, "rows": rows}
     print(f"{document['device']}, {dtype}, {tokens:,} tokens per call, torch {torch.__version__}")
     print_other_tokens(tokens, lengths)
-    print(f"ceilings measured here: {ceilings['tflops']:.0f} TFLOP/s matmul, {ceilings['tb_per_s']:.2f} TB/s copy")
+    print(f"ceilings measured here: {ceilings['tflops']:.4g} TFLOP/s matmul, {ceilings['tb_per_s']:.4g} TB/s copy")
     with kept_when_interrupted(document):
         for shape in [shape_of_model(trained)] if trained else [SHAPES[s] for s in shapes]:
             check_agreement(shape, place, dtype)

@@ -38,9 +38,9 @@ def print_other_tokens(tokens: int, lengths: Iterable[int]) -> None:
             print(f"{whole:,} tokens at length {length:,}, in place of {tokens:,}: whole sequences alone", flush=True)
 
 
-def default_sizes(device: str | None = None) -> BenchSizes:
-    """The sizes for a device, by default the one present; small ones are announced."""
+def default_sizes(device: str | None = None, *chosen: object) -> BenchSizes:
+    """The sizes for a device, by default the one present; small ones are announced, unless all are chosen."""
     is_cpu = device == "cpu" or not torch.cuda.is_available()
-    if is_cpu:
+    if is_cpu and device != "cuda" and (None in chosen or not chosen):
         say("no GPU: small sizes, so that the first row comes within 30 s; options choose others", sys.stderr)
     return ON_CPU if is_cpu else BenchSizes()

@@ -146,7 +146,7 @@ def bench_attention(
     from tamis.bench.attention import measure_attention
     from tamis.bench.sizes import default_sizes
 
-    sizes = default_sizes(device)
+    sizes = default_sizes(device, lengths, tokens, repeats)
     shapes = sizes.shapes if shape is None else ("m7c", "paper") if shape == "both" else (shape,)
     with announced("measuring attention"):
         document = measure_attention(
@@ -171,7 +171,7 @@ def bench_peers(
     from tamis.bench.peers import measure_peers
     from tamis.bench.sizes import default_sizes
 
-    sizes = default_sizes(device)
+    sizes = default_sizes(device, lengths, tokens, repeats)
     with announced("measuring attention of every implementation"):
         document = measure_peers(
             shape, lengths or sizes.lengths, tokens or sizes.tokens, repeats or sizes.repeats, device
@@ -194,7 +194,7 @@ def bench_paths(
     from tamis.bench.paths import compare
     from tamis.bench.sizes import default_sizes
 
-    sizes = default_sizes(resolved.runtime.device)
+    sizes = default_sizes(resolved.runtime.device, steps, warmup)
     steps = steps or sizes.steps
     warmup = sizes.warmup if warmup is None else warmup
     with announced(f"measuring {warmup} + {steps} steps of each path"):
@@ -222,7 +222,7 @@ def bench_train(
     from tamis.bench.sizes import default_sizes
     from tamis.bench.train import measure_training
 
-    sizes = default_sizes(resolved.runtime.device)
+    sizes = default_sizes(resolved.runtime.device, lengths, tokens, steps, warmup)
     warmup = sizes.warmup if warmup is None else warmup
     with announced(f"measuring training steps of {resolved.model.name}"):
         document = measure_training(
@@ -252,7 +252,7 @@ def bench_decode(
     from tamis.bench.document import exit_code
     from tamis.bench.sizes import default_sizes
 
-    sizes = default_sizes(device)
+    sizes = default_sizes(device, batches, lengths)
     batches, lengths = batches or list(sizes.batches), lengths or list(sizes.cached)
     with announced("measuring decoding"):
         document = measure_decoding(batches, lengths, repeats=repeats, with_model=with_model, device=device)

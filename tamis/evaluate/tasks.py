@@ -93,7 +93,9 @@ def read_tasks(folder: str | Path, shots: int | None = None, limit: int | None =
         limit: take only so many examples of each task.
     """
     folder = Path(folder)
-    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: give one with one JSONL file per task (--tasks)")
+    files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise ValueError(f"{folder} holds no task: give a folder with one JSONL file per task (--tasks)")
     settings = _read_settings(folder / SETTINGS_FILE, [path.stem for path in files])

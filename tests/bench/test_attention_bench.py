@@ -21,6 +21,8 @@ def test_tables_come_first_and_the_document_holds_every_row(capsys, monkeypatch)
     assert {row["batch"] for row in document["rows"] if row["length"] == 48} == {2}
     assert {row["tokens"] for row in document["rows"]} == {96}
     printed = capsys.readouterr().out
+    assert "measured here: 0 TFLOP/s" not in printed
+    assert f"measured here: {document['tflops']:.4g} TFLOP/s" in printed
     assert any(line.startswith("whole, clustered") for line in printed.splitlines())
     assert "in place of" not in printed
 

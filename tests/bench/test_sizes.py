@@ -14,3 +14,8 @@ def test_the_device_decides_the_sizes(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert default_sizes() == default_sizes("auto") == ON_CPU
     assert "first row comes within 30 s" in capsys.readouterr().err
+    assert default_sizes("cpu", [256], 512, 0) == ON_CPU
+    assert default_sizes("cuda", None) == ON_CPU  # refused by the bench itself
+    assert capsys.readouterr().err == ""
+    default_sizes("cpu", [256], None)
+    assert "small sizes" in capsys.readouterr().err

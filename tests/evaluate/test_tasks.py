@@ -82,8 +82,10 @@ def test_a_malformed_line_is_refused_with_its_number(record, message: str, tmp_p
 
 
 def test_a_folder_without_tasks_an_empty_file_and_bad_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no task"):
+    with pytest.raises(ValueError, match="nowhere is not a folder: give one with one JSONL file per task"):
         read_tasks(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no task"):
+        read_tasks(tmp_path)
     with pytest.raises(ValueError, match="holds no example"):
         read_tasks(write_task(tmp_path, ""))
     write_task(tmp_path, CLOZE)
