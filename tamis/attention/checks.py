@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tamis.attention.packing import check_offsets
 from tamis.attention.spec import NSASpec
 
 FARTHEST_HEAD = 1 << 31  # elements: kernels count heads of a token in 32 bits, positions in 64
@@ -90,16 +91,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     if q.shape[0] != 1:
         raise ValueError(f"with cu_seqlens q must be one packed row [1, tokens, heads, dim], got {list(q.shape)}")
     _check_device("cu_seqlens", cu_seqlens, "q", q)
-
-
-def check_offsets(cu_seqlens: object) -> None:
-    """A tensor of offsets, whatever the queries."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be an int32 tensor or a PackedRow, got a {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
 
 
 def check_branch(q: Tensor, tokens: int, groups: int | None = None, **keys_and_values: Tensor) -> int:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tamis.attention.checks import check_offsets
 from tamis.attention.spec import NSASpec, as_numbers
 
 ALIGNED = 32  # numbers: every table begins where a kernel may read 16 bytes at once
@@ -68,6 +67,16 @@ def documents(cu_seqlens: Tensor, tokens: int, spec: NSASpec) -> Iterator[tuple[
         if end > begin:
             yield slice(begin, end), slice(block, block + blocks)
         block += blocks
+
+
+def check_offsets(cu_seqlens: object) -> None:
+    """A tensor of offsets, whatever the queries."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be an int32 tensor or a PackedRow, got a {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
 
 
 def _read_offsets(cu_seqlens: Tensor, tokens: int) -> list[int]:
