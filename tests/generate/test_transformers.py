@@ -53,6 +53,8 @@ def without_tamis(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
             patch.delitem(sys.modules, name)
         yield
+        for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
+            del sys.modules[name]  # a later test would get the code that found no package
 
 
 @pytest.fixture(params=["with tamis", "without tamis"])
