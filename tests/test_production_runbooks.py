@@ -34,8 +34,9 @@ def test_production_scripts_refuse_at_once_without_a_gpu(checkout: Checkout) -> 
     check = checkout.run(command(2, "tamis check") + " --quick")
     assert check.code == 1
     assert "NO-GO" in check
-    watched = ok(checkout.run(command(1, "monitor_production_50k.sh") + " --once"))
-    assert "artifacts/m7c_125m_2xa100_prod" in watched
+    watched = checkout.run(command(1, "monitor_production_50k.sh") + " --once")
+    assert watched.code == 1  # something is wrong
+    assert "artifacts/m7c_125m_2xa100_prod" in watched and "NO-GO" in watched
     nothing = checkout.run("bash -c 'pkill -f train_showcase.py'")
     assert nothing.code == 1
     ok(checkout.run(command(1, "pkill", "|| true")))

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 import tamis
-from tamis.run.background import signals_handled
 from tamis.run.files.environment import package_versions, recorded_variables
 from tamis.run.files.hardware import GpuLost, read_gpus
-from tamis.run.files.info import measured_commit, without_addresses
+from tamis.run.files.info import measured_commit
 from tamis.run.files.records import utc
-from tamis.run.handover.redaction import redactor
 from tamis.train.distributed import device_name
 
 INTERRUPTIONS = signal.SIGTERM, signal.SIGINT
+NOT_MEASURED = ("notify.", "copy.", "cost.")  # sections that change no figure, and may hold addresses and secrets
 
 
 def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
@@ -35,7 +34,9 @@ def begin_document(bench: str, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "date": utc()[:10],
         "commit": _commit(),
-        "command": redactor(os.environ)(shlex.join(["tamis", *without_addresses(sys.argv[1:])])),
+        "command": shlex.join(
+            ["tamis", *(word for word in sys.argv[1:] if not word.lstrip().startswith(NOT_MEASURED))]
+        ),
         "variables": recorded_variables(os.environ),
         "torch": torch.__version__,
         "triton": versions["triton"],
@@ -71,12 +72,15 @@ def kept_when_interrupted(document: dict[str, Any]) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()
-    with signals_handled(dict.fromkeys(INTERRUPTIONS, interrupt) if is_main else {}):
-        try:
-            yield
-        except KeyboardInterrupt:
-            document["interrupted"] = True
+    numbers = INTERRUPTIONS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        document["interrupted"] = True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_code(document: dict[str, Any]) -> int:

@@ -94,11 +94,16 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     return _launched(job, "launch", _main_job)
 
 
-def _launched(job: Job, purpose: str, work: Callable[[Job, RunDirectory, RunLock], int]) -> int:
-    """Do the work of a launch that owns OUT, with messages about it, its cost, and what follows its end."""
+def _launched(
+    job: Job, purpose: str, work: Callable[[Job, RunDirectory, RunLock], int], claims: Config | None = None
+) -> int:
+    """Do the work of a launch that owns OUT, with messages about it, its cost, and what follows its end.
+
+    OUT is claimed for the configuration `claims`, by default the job's.
+    """
     config, addresses = job.config, addresses_for(job.config, os.environ)
     with ExitStack() as messages:
-        with claimed(config, purpose) as (out, lock), metered(config, out) as meter:
+        with claimed(claims or config, purpose) as (out, lock), metered(config, out) as meter:
             if stale := HaltFile(out.keep).discard_stale(job.started):
                 say(stale)
             if banner := cost_banner(config, meter):
@@ -199,8 +204,10 @@ def launch_phases(job: Job, steps: Mapping[int, int] | None = None, repeat: bool
 
     OUT is claimed for what phase 3 trains, so that a run beyond its steps is refused before the preflight.
     """
-    job = replace(job, config=production_config(job.config, steps))
-    return _launched(job, "launch by phases", lambda job, out, _: _launch_phases(job, out, steps, repeat))
+    last_phase = production_config(job.config, steps)
+    return _launched(
+        job, "launch by phases", lambda job, out, _: _launch_phases(job, out, steps, repeat), claims=last_phase
+    )
 
 
 def _launch_phases(job: Job, out: RunDirectory, steps: Mapping[int, int] | None, repeat: bool) -> int:

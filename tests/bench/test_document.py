@@ -43,8 +43,7 @@ def test_a_document_has_what_a_published_figure_must_carry(monkeypatch: pytest.M
     monkeypatch.setenv("TAMIS_TILES", "off")
     facts = begin_document("train", CPU)
     assert facts["variables"]["TAMIS_TILES"] == "off"
-    assert facts["command"].startswith("tamis bench train 'my config.yaml' --length 64 'notify.to=…' 'cost.on_end=")
-    assert "Bearer [redacted]" in facts["command"] and "secret" not in facts["command"]
+    assert facts["command"] == "tamis bench train 'my config.yaml' --length 64"
     assert (facts["bench"], facts["torch"], len(facts["date"])) == ("train", torch.__version__, 10)
     assert facts["device"].startswith("CPU") and facts["commit"]
 

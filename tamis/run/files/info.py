@@ -64,7 +64,7 @@ def describe_run(
         "torch": package_versions()["torch"],
         "cuda_of_torch": cuda_of_torch(),
         "processes": processes,
-        "launch_command": shlex.join(without_addresses(command)),
+        "launch_command": shlex.join(_without_addresses(command)),
         "worker_command": shlex.join(worker_command),
         "git_commit": git_commit(repository),
         "steps": config.train.steps,
@@ -79,7 +79,7 @@ def _gpu_line(gpu: Gpu) -> str:
     return ", ".join(filter(None, (gpu.name, f"{gpu.total_mib} MiB", gpu.speed.slowed_or_limited)))
 
 
-def without_addresses(command: Sequence[str]) -> list[str]:
+def _without_addresses(command: Sequence[str]) -> list[str]:
     """The command line without the addresses in it: one may hold a password, or the name of a user and a host."""
     shown = []
     for before, word in zip(["", *command], command, strict=False):
