@@ -114,17 +114,18 @@ def verify_batch(
     tokens: int | None = None,
     most_scores: int = REFERENCE_SCORES,
     packed: bool = False,
+    max_seqlen: int | None = None,
 ) -> list[Check]:
     """Compare the last sequence of a batch with the reference: large calls have kernels and an order of their own.
 
     Of a long sequence `compared_rows` are compared; the gradient of the output is 0 elsewhere. With `packed` the
-    sequences are documents of one row.
+    sequences are documents of one row, of at most `max_seqlen` tokens, by default as many as they have.
     """
     tokens = tokens or odd_length(spec)
     inputs = random_inputs(device, dtype, heads, groups, dim, spec, tokens)
     rows, case = compared_rows(tokens, heads, spec, most_scores), f"{'row' if packed else 'batch'} of {batch}"
     offsets = torch.tensor((0, tokens), dtype=torch.int32, device=device) if packed else None
-    call = Call(spec, backend, batch, offsets, tokens)
+    call = Call(spec, backend, batch, offsets, max_seqlen or tokens)
     ids = call.chosen_blocks(inputs)
     return [
         *compare_with_reference(case, WHOLE, inputs, call, ids, rows),

@@ -70,7 +70,7 @@ def resolve(words: list[str] | None, stream: TextIO | None = None) -> Config:
     from_variables, effects = variable_overrides(os.environ)
     for effect in effects:
         say(effect, stream)
-    config = load_config(chosen, [*from_variables, *overrides])
+    config = load_config(chosen, overrides, from_variables)
     if path is None:
         say(f"no config was named, so this is {chosen}, as for tamis run", sys.stderr)
     return config

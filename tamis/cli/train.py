@@ -105,7 +105,7 @@ def _validation_override(path: str | None, overrides: list[str]) -> list[str]:
 
     gpus = read_gpus()
     variables = variable_overrides(os.environ)[0]
-    config = load_config(path or choose_config(gpus), [*variables, *overrides])
+    config = load_config(path or choose_config(gpus), overrides, variables)
     if config.data.dataset not in LOCAL or sum(LocalFiles(str(config.data.local_path)).sizes) > SMALL_TEXT_BYTES:
         return []
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tamis.config import Config, ConfigError, apply_override, build_config, read_yaml
+from tamis.config import Config, ConfigError, apply_override, build_config, load_config
 from tamis.config.suggest import did_you_mean, nearest
 
 DEFAULT_CONFIG = "configs/train_showcase.yaml"
@@ -107,14 +107,12 @@ def parse(argv: list[str], environment: Mapping[str, str]) -> Request:
             f"unknown flag {unknown[0]}{did_you_mean(nearest(unknown[0], _flag_names()))}; --help lists them all"
         )
     config_path = arguments.config or environment.get("CONFIG") or DEFAULT_CONFIG
-    tree = read_yaml(config_path)
-    overrides, effects = variable_overrides(environment)
-    for override in [*overrides, *_flag_overrides(arguments), *arguments.overrides]:
-        apply_override(tree, override)
+    from_variables, effects = variable_overrides(environment)
+    config = load_config(config_path, [*_flag_overrides(arguments), *arguments.overrides], from_variables)
     _check_ddp(arguments.ddp, environment)
     if arguments.save is not None and not arguments.save.endswith(".pt"):
         raise ConfigError(f"--save {arguments.save} must end in .pt, as its manifest's name follows from it")
-    return Request(build_config(tree), config_path, arguments.resume, arguments.save, effects)
+    return Request(config, config_path, arguments.resume, arguments.save, effects)
 
 
 def variable_overrides(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:

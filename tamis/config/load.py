@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -47,15 +48,20 @@ COUNTS_IN_TOKENS = {"steps": "tokens", "accumulate_grad_batches": "batch_tokens"
 KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
-def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file and apply overrides; a ConfigError has a line for each problem."""
+def load_config(path: str | Path | None, overrides: list[str] | None = None, variables: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply overrides; a ConfigError has a line for each problem.
+
+    `variables` are the overrides that variables stand for, which come before the others.
+    """
     tree = read_yaml(path) if path is not None else {}
-    given = [override.partition("=")[0].strip() for override in overrides or []]
-    for override in overrides or []:
+    groups = [list(variables), overrides or []]
+    for override in itertools.chain(*groups):
         apply_override(tree, override)
+    keys = [[override.partition("=")[0].strip() for override in group] for group in groups]
+    given = list(itertools.chain(*keys))
     if "train.recipe" in given:  # a recipe of the command line comes before the keys of the file
         apply_recipe(tree, given)
-    _replace_counts_in_tokens(tree, given)
+    _replace_counts_in_tokens(tree, keys)
     try:
         return build_config(tree)
     except ConfigError as error:
@@ -67,15 +73,22 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         ) from None
 
 
-def _replace_counts_in_tokens(tree: dict[str, Any], given: list[str]) -> None:
-    """Let a count of the command line replace a file's or recipe's key in tokens, which wins elsewhere; not both."""
+def _replace_counts_in_tokens(tree: dict[str, Any], groups: list[list[str]]) -> None:
+    """Let a count replace a key in tokens of a file, recipe or earlier group of keys; otherwise tokens win.
+
+    One group may not set both.
+    """
     train = tree.get("train")
     if not isinstance(train, dict):
         return
+
+    def given_last(key: str) -> int:
+        return max((index for index, group in enumerate(groups) if f"train.{key}" in group), default=-1)
+
     for count, tokens in COUNTS_IN_TOKENS.items():
-        if f"train.{count}" not in given or train.get(count) is None:
+        if train.get(count) is None or given_last(count) < max(0, given_last(tokens)):
             continue
-        if f"train.{tokens}" not in given:
+        if given_last(count) > given_last(tokens):
             train[tokens] = None
         elif train[tokens] is not None:
             raise ConfigError(f"train.{count} and train.{tokens} set the same, and only one counts: give one of them")

@@ -27,6 +27,7 @@ from tamis.run.cost import CostMeter, cost_banner, metered, money
 from tamis.run.eta import duration_text
 from tamis.run.files.console import announced, counted, print_line, say
 from tamis.run.files.directory import RunDirectory, new_folder
+from tamis.run.files.events import EventLog
 from tamis.run.files.exit_codes import ExitCode
 from tamis.run.files.halt import HaltFile
 from tamis.run.files.hardware import Gpu, read_gpus
@@ -87,7 +88,7 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
     plan = launch_plan(gpus, config_path=config_path)
     from_variables, effects = variable_overrides(os.environ)
     _apply(plan, effects)
-    config = load_config(plan.config_path, [*from_variables, *overrides]).with_steps(plan.processes)
+    config = load_config(plan.config_path, overrides, from_variables).with_steps(plan.processes)
     if detach:
         return launch_detached(config, ["run", *([config_path] if config_path else []), *overrides])
     job = Job(config, plan.config_path, plan.processes, gpus, RestartBudget().restarts, time.time())
@@ -128,7 +129,8 @@ def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
         _write_run_info(job, logs, out)
         if job.gpus and (code := smoke(job, logs, out, lock)) != ExitCode.DONE:
             how = "was halted" if code in STOPPED_BY_REQUEST else f"failed with exit code {code}"
-            say(f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}")
+            reason = f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}"
+            EventLog(out, by="launch", say=say).record("end", reason, exit_code=int(code))
             return code
         code = job.supervised(job.config, log=logs / "train.log")
     finish_run(job.config, logs, code, job.started)

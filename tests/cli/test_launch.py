@@ -18,6 +18,7 @@ from tamis.run.files.directory import RunDirectory
 from tamis.run.files.halt import HaltFile, halt_run
 from tamis.run.files.lock import RunLock, RunLocked
 from tamis.run.launch import Job, halts_forwarded, launch_phases
+from tamis.run.monitor.snapshot import read_snapshot
 from tamis.run.plan import SHOWCASE_CONFIG
 from tests.cli.typed import command_line, tamis, typed
 from tests.run.fabricate import GPUS
@@ -146,6 +147,7 @@ def test_a_smoke_test_owns_the_directory_of_its_run_and_a_halt_there_stops_it(he
     assert typed("run", "mine.yaml") == 3
     assert "the smoke test was halted: nothing was launched" in capsys.readouterr().out
     assert not out.halt.exists() and not RunLock(out.launch_lock).is_held()
+    assert read_snapshot(out.path, gpus=[]).state == "halted"
 
 
 def test_a_launch_of_two_processes_is_supervised_and_leaves_the_documented_files(here: Path) -> None:

@@ -164,6 +164,14 @@ def test_single_keys_win_over_flags_and_flags_over_variables_and_variables_over_
     assert last.config.train.accumulate_grad_batches == 4
 
 
+def test_flags_replace_tokens_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {tokens: 1.0e+6, batch_tokens: 4096}\n")
+    argv = ["--config", str(file), "--steps", "3", "--accum-batches", "2"]
+    train = parse(argv, {"NSA_ACCUM": "5"}).config.with_steps(1).train
+    assert (train.steps, train.accumulate_grad_batches) == (3, 2)
+
+
 def test_the_config_comes_from_the_flag_then_the_variable_then_the_showcase(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     assert parse([], {}).config.model.name == "showcase"

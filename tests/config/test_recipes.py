@@ -41,3 +41,20 @@ def test_tokens_per_step_give_the_micro_batches_and_then_the_steps() -> None:
 def test_muon_refuses_half_precision_with_a_loss_scale() -> None:
     with pytest.raises(ConfigError, match=r"train\.optimizer: muon needs runtime\.precision"):
         load_config(None, ["train.optimizer=muon", "runtime.precision=fp16"])
+
+
+def test_the_command_line_replaces_steps_and_tokens_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 500, tokens: 1.0e+9, recipe: speedrun}\n")
+    steps = load_config(file, ["train.steps=3", "train.accumulate_grad_batches=2"]).with_steps(1).train
+    assert (steps.steps, steps.accumulate_grad_batches) == (3, 2)
+    assert load_config(file, ["train.tokens=1e4"]).with_steps(1).train.steps == 1
+
+
+def test_the_command_line_replaces_what_variables_set(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {seq_len: 64, batch_size: 2, batch_tokens: 1024}\n")
+    variable = ["train.accumulate_grad_batches=3"]
+    assert load_config(file, [], variable).with_steps(1).train.accumulate_grad_batches == 3
+    assert load_config(file, ["train.batch_tokens=512"], variable).with_steps(1).train.accumulate_grad_batches == 4
+    assert load_config(file, ["train.accumulate_grad_batches=5"], variable).train.accumulate_grad_batches == 5

@@ -366,14 +366,6 @@ def test_steps_and_tokens_of_the_command_line_are_not_both_taken(tmp_path: Path)
     assert load_config(None, ["train.tokens=null", "train.steps=3"]).train.steps == 3
 
 
-def test_the_command_line_replaces_steps_and_tokens_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("train: {steps: 500, tokens: 1.0e+9, recipe: speedrun}\n")
-    steps = load_config(file, ["train.steps=3", "train.accumulate_grad_batches=2"]).with_steps(1).train
-    assert (steps.steps, steps.accumulate_grad_batches) == (3, 2)
-    assert load_config(file, ["train.tokens=1e4"]).with_steps(1).train.steps == 1
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_key_of_a_shipped_file_is_accepted_and_commented(path: Path) -> None:
     load_config(path)

@@ -23,11 +23,12 @@ MOST_SAMPLE_BYTES = 64 << 20
 YEAR_10000 = 253402300800
 _STEP = re.compile(r"[0-9]{1,18},")
 ELSEWHERE = "use a folder that you may write to; a run can be copied to one"
+NOT_ALLOWED = "check who may read or write it"
 FULL = "free some space, then repeat the command"
 WRITE_REMEDIES = {
     errno.EROFS: ELSEWHERE,
-    errno.EACCES: ELSEWHERE,
-    errno.EPERM: ELSEWHERE,
+    errno.EACCES: NOT_ALLOWED,
+    errno.EPERM: NOT_ALLOWED,
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
 }

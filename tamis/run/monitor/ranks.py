@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ STATE_AFTER: dict[int | None, State] = {  # a launch that left no heartbeat; any
     ExitCode.COST_LIMIT: "halted",
 }
 EVENTS_READ = 20
+JUST_CREATED_S = 2.0
 REMOTE_SILENCE_S = 3600.0  # a process of another host that is silent for longer counts as ended
 
 
@@ -93,8 +95,14 @@ def state_of(directory: RunDirectory, ranks: list[RankView]) -> tuple[State, str
 
 
 def _before_the_first_beat(directory: RunDirectory) -> tuple[State, str]:
+    ended = _end_without_a_beat(directory)  # first: a launch that begins meanwhile holds a lock below
     if _owner_lives(directory) or RunLock(directory.trainer_lock).is_held():
         return "starting", "no heartbeat yet: the launch is running its checks or starting workers"
+    return ended
+
+
+def _end_without_a_beat(directory: RunDirectory) -> tuple[State, str]:
+    """How the last launch ended, where none is under way."""
     if any(RunLock(lock).owner() is not None for lock in (directory.lock, directory.launch_lock)):
         return "crashed", f"the launch was killed before the first heartbeat{_how_to_resume(directory)}"
     preflight, end = _last_preflight(directory), _last_end(directory)
@@ -104,9 +112,17 @@ def _before_the_first_beat(directory: RunDirectory) -> tuple[State, str]:
     if end is not None:
         state = STATE_AFTER.get(end["evidence"].get("exit_code"), "failed")
         return state, f"{end['reason']}, before the first heartbeat{_how_to_resume(directory)}"
-    if directory.lock.exists() or directory.launch_lock.exists():  # both are empty: the launch has released them
+    if any(_is_released(lock) for lock in (directory.lock, directory.launch_lock)):
         return "failed", f"the launch ended before the first heartbeat; its log has the reason{preflight}"
     return "starting", sentence
+
+
+def _is_released(lock: Path) -> bool:
+    """True for a lock file that no launch has just created, and is about to take."""
+    try:
+        return time.time() - lock.stat().st_mtime > JUST_CREATED_S
+    except OSError:
+        return False
 
 
 def _last_end(directory: RunDirectory) -> dict[str, Any] | None:

@@ -154,7 +154,7 @@ def launch_kernels(config: Config) -> None:
         rows = sequences_of(config, length)
         if config.data.packing == "documents":
             documents = rows * (1 + length // MEAN_TOKENS[0])
-            launch_attention(*shape, rows * length, documents=documents, longest=length)
+            launch_attention(*shape, rows * length, documents=documents, longest=train.seq_len)
         else:
             launch_attention(*shape, length, rows)
 

@@ -71,7 +71,8 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
         results += _results(verify_batch(*shape, batch, tokens=length, packed=packs), length)
     for shorter in () if tokens else shorter_lengths(config, least_length(spec)):
         batch = sequences_of(config, shorter)
-        results += _results(verify_batch(*shape, batch, tokens=shorter, packed=packs), shorter)
+        checks = verify_batch(*shape, batch, tokens=shorter, packed=packs, max_seqlen=train.seq_len)
+        results += _results(checks, shorter)
     return results
 
 

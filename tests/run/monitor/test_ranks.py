@@ -38,6 +38,8 @@ def test_a_launch_that_was_killed_or_failed_at_its_checks_is_not_starting(tmp_pa
     run.launch_lock.write_text('{"pid": 1}')  # as a killed process leaves it
     assert read_snapshot(tmp_path, gpus=[]).state == "crashed"
     run.launch_lock.write_text("")
+    assert read_snapshot(tmp_path, gpus=[]).state == "starting"  # as a launch that is about to take its lock
+    os.utime(run.launch_lock, (time.time() - 10,) * 2)
     assert read_snapshot(tmp_path, gpus=[]).state == "failed"
     with RunLock(run.trainer_lock) as lock:
         lock.acquire("trainer")

@@ -60,7 +60,8 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         assert max_seqlen in (96, 192, 65536)
         return called.append(("packed", times, tokens)) or []
 
-    def whole(*shape, tokens, packed):
+    def whole(*shape, tokens, packed, max_seqlen=None):
+        assert max_seqlen in (None, 96, 192)
         return called.append(("row" if packed else "batch", shape[-1], tokens)) or []
 
     monkeypatch.setattr(selfcheck, "why_no_kernels", lambda *_: None)
