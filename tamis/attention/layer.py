@@ -91,7 +91,7 @@ class NSAAttention(nn.Module):
 
     def with_gates(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> tuple[Tensor, Tensor]:
         """Return the output and the gates `[B,S,H,3]`."""
-        self._check_width(x_BSE, "batch, tokens")
+        self._check_width(x_BSE, "batch", "tokens")
         if x_BSE.shape[1] > self.max_len and cu_seqlens is None:
             raise ValueError(f"{x_BSE.shape[1]} tokens are more than max_len={self.max_len} of this layer")
         row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
@@ -99,10 +99,10 @@ class NSAAttention(nn.Module):
         mixed = nsa_attention(*inputs, self.spec, self.backend, cu_seqlens=row, max_seqlen=self.max_len)
         return self.out(mixed.flatten(2)), inputs[-1]
 
-    def _check_width(self, x: Tensor, before: str) -> None:
+    def _check_width(self, x: Tensor, *before: str) -> None:
         width = self.project.in_features
-        if x.dim() != before.count(",") + 2 or x.shape[-1] != width:
-            raise ValueError(f"x must have shape [{before}, {width}], got {list(x.shape)}")
+        if x.dim() != len(before) + 1 or x.shape[-1] != width:
+            raise ValueError(f"x must have shape [{', '.join(before)}, {width}], got {list(x.shape)}")
 
     def attention_inputs(self, x_BSE: Tensor, row: PackedRow | None = None) -> AttentionInputs:
         """Return the tensor arguments of `nsa_attention`: queries, keys and values of each branch, gates."""
@@ -123,7 +123,7 @@ class NSAAttention(nn.Module):
     @torch.no_grad()
     def selected_blocks(self, x_BSE: Tensor, cu_seqlens: Tensor | PackedRow | None = None) -> Tensor:
         """Return the ids of the blocks each query and group attends to, `[B,S,G,n_sel]`, as `select_blocks` does."""
-        self._check_width(x_BSE, "batch, tokens")
+        self._check_width(x_BSE, "batch", "tokens")
         row = as_row(cu_seqlens, x_BSE.shape[1], self.spec)
         q, to_compress, *_ = self._parts(x_BSE, *self.rotary.tables(row))
         k_cmp, _ = self._compressed(to_compress, row)
@@ -158,7 +158,7 @@ class NSAAttention(nn.Module):
     @torch.no_grad()
     def prefill(self, x_BSE: Tensor, cache: Cache) -> Tensor:
         """Return the output `[B,S,dim]` for S tokens that follow those in the cache, and append them to it."""
-        self._check_width(x_BSE, "batch, tokens")
+        self._check_width(x_BSE, "batch", "tokens")
         start = cache.tile_start(x_BSE.shape[1])
         cache.reserve(x_BSE.shape[1])
         out = self.attend_tile(x_BSE, cache.layers[0], start)

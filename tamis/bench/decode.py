@@ -30,7 +30,7 @@ from tamis.config import build_config
 from tamis.generate.load import device_for, precision_for, to_inference
 from tamis.generate.sample import DecodeStep
 from tamis.model import Decoder
-from tamis.run.files.records import already_printed
+from tamis.run.files.records import optional_write
 
 COLD_BYTES = 200 << 20  # touched by one round of calls: four times an H200's L2
 MOST_CACHE_BYTES = 16 << 30
@@ -99,7 +99,7 @@ def measure_decoding(
                 lines.append(_line(rows[-1]))
                 print(lines[-1], flush=True)
     if not exit_code(document):
-        with already_printed():
+        with optional_write():
             _write(Path(out_dir), rows, lines)
     print(json.dumps(document))
     return document

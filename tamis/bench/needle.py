@@ -31,7 +31,7 @@ from tamis.config.size import dense_twin, parameter_count
 from tamis.generate.load import device_for
 from tamis.model import Decoder
 from tamis.run.files.console import say
-from tamis.run.files.records import already_printed, write_json_atomic
+from tamis.run.files.records import optional_write, write_json_atomic
 
 BRANCHES = ("compressed", "selected", "window")
 ABLATIONS = (*BRANCHES, "scores")
@@ -132,7 +132,7 @@ def measure_needle(
     config = setting.config()
     for name, its_config in {"nsa": config, "dense": dense_twin(config)}.items():
         document["models"][name] = _train_and_measure(name, its_config, setting, place)
-        with already_printed():
+        with optional_write():
             folder.mkdir(parents=True, exist_ok=True)
             write_json_atomic(folder / "needle.json", document)
     _print_tables(document["models"], setting)

@@ -16,7 +16,7 @@ from tamis.attention.functional import Backend, why_no_kernels
 from tamis.bench.document import begin_document, exit_code, kept_when_interrupted
 from tamis.config import Config, build_config
 from tamis.model import DTYPES, Decoder
-from tamis.run.files.records import already_printed, write_json_atomic
+from tamis.run.files.records import optional_write, write_json_atomic
 from tamis.train.distributed import choose_device
 from tamis.train.step import autocast
 from tamis.train.tools.probe import measure_steps, random_batches
@@ -38,7 +38,7 @@ def compare(config: Config, steps: int, warmup: int, results: Path = RESULTS) ->
         for path in paths:
             rows.append(_measure(path, config, device, steps, warmup))
             _print_row(rows[-1])
-    with already_printed():
+    with optional_write():
         results.mkdir(parents=True, exist_ok=True)
         file = results / f"paths_{time.strftime('%Y%m%d_%H%M%S')}.json"
         write_json_atomic(file, document)

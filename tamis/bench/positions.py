@@ -21,7 +21,7 @@ from tamis.config import Config, build_config
 from tamis.data import validation_batches
 from tamis.generate.load import device_for, load_model
 from tamis.model import Decoder
-from tamis.run.files.records import already_printed, write_json_atomic
+from tamis.run.files.records import optional_write, write_json_atomic
 
 
 def measure_positions(
@@ -60,7 +60,7 @@ def measure_positions(
         "perplexity": rows,
     }
     folder = Path(out_dir)
-    with already_printed():
+    with optional_write():
         folder.mkdir(parents=True, exist_ok=True)
         write_json_atomic(folder / "positions.json", document)
     print(json.dumps(document))

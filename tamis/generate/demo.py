@@ -23,7 +23,7 @@ from tamis.config import Config, build_config, load_config
 from tamis.generate.load import device_for, load_model, precision_for, to_inference
 from tamis.generate.sample import DecodeStep, TileReader
 from tamis.model import Decoder
-from tamis.run.files.records import already_printed
+from tamis.run.files.records import optional_write
 
 REPORTS = Path("artifacts/test-reports")
 
@@ -81,7 +81,7 @@ def demo_64k(
     figures = {"S": S, "prefill_tile": prefill_tile, "rope_scale": rope_scale, "device": _device_name(target),
                "dtype": str(dtype), "weights": origin, "models": [asdict(r) for r in results]}  # fmt: skip
     log = REPORTS / f"long_context_{time.strftime('%Y%m%d_%H%M%S')}.log"
-    with already_printed():
+    with optional_write():
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         print(f"log: {log}")

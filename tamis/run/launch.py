@@ -79,14 +79,13 @@ def main_job(config_path: str | None, overrides: list[str], detach: bool = False
 
     With `copy_url`, first bring back the newest copy of a run, which then continues to be copied there.
     """
+    from_variables, effects = variable_overrides(os.environ)
     if copy_url is not None:
         overrides = [f"copy.to={json.dumps(copy_url)}", *overrides]  # the user's own key comes later and wins
-        everything = [*variable_overrides(os.environ)[0], *overrides]
-        config_path, needed = fetch_newest(copy_url, config_path, everything)
+        config_path, needed = fetch_newest(copy_url, config_path, overrides, from_variables)
         overrides = [*needed, *overrides]
     gpus = read_gpus()
     plan = launch_plan(gpus, config_path=config_path)
-    from_variables, effects = variable_overrides(os.environ)
     _apply(plan, effects)
     config = load_config(plan.config_path, overrides, from_variables).with_steps(plan.processes)
     if detach:
@@ -130,7 +129,8 @@ def _main_job(job: Job, out: RunDirectory, lock: RunLock) -> int:
         if job.gpus and (code := smoke(job, logs, out, lock)) != ExitCode.DONE:
             how = "was halted" if code in STOPPED_BY_REQUEST else f"failed with exit code {code}"
             reason = f"the smoke test {how}: nothing was launched. Read {logs / 'smoke.log'}"
-            EventLog(out, by="launch", say=say).record("end", reason, exit_code=int(code))
+            say(reason)
+            EventLog(out, by="launch").record("end", reason, exit_code=int(code))
             return code
         code = job.supervised(job.config, log=logs / "train.log")
     finish_run(job.config, logs, code, job.started)

@@ -26,7 +26,7 @@ from tamis.run.checks.findings import (
 from tamis.run.file_problems import file_problems
 from tamis.run.files.console import counted, printable_line
 from tamis.run.files.directory import RunDirectory
-from tamis.run.files.records import already_printed
+from tamis.run.files.records import optional_write
 from tamis.run.locate import existing_run
 from tamis.run.phases import PHASES, read_go_no_go
 
@@ -156,7 +156,7 @@ def judge_run(run_dir: str | Path, *, console: Console | None = None) -> int:
     for title, findings in results.items():
         print_findings(title, findings, console)
     every = [finding for findings in results.values() for finding in findings]
-    with already_printed():
+    with optional_write():
         write_findings(directory.path / "judgement", f"Success criteria of {directory.path}", every)
     console.print(summary(every), soft_wrap=True, markup=False, highlight=False)
     return 1 if has_failed(every) else 0

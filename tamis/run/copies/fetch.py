@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tamis.config import Config, ConfigError, load_config
@@ -25,11 +26,13 @@ class DamagedCopy(Exception):
     """A copy whose bytes are not those that were sent."""
 
 
-def fetch_newest(url: str, config_path: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+def fetch_newest(
+    url: str, config_path: str | None, overrides: list[str], variables: Sequence[str] = ()
+) -> tuple[str, list[str]]:
     """Bring back the newest copy that is complete and undamaged, and take the place over from the machine before.
 
-    Returns the configuration file to continue with, the copy's own unless one is given, and overrides that this machine
-    needs. Nothing of a damaged copy reaches the run directory.
+    `overrides` and `variables` are those of `load_config`. Returns the configuration file to continue with, the copy's
+    own unless one is given, and overrides that this machine needs. Nothing of a damaged copy reaches the run directory.
     """
     store = open_store(url)
     with announced(f"looking for the newest copy in {url}"):
@@ -38,16 +41,18 @@ def fetch_newest(url: str, config_path: str | None, overrides: list[str]) -> tup
         raise ConfigError(f"{url} holds no complete copy of a run: check the address, which is its copy.to")
     for copy in copies:
         try:
-            return _fetch(store, copy, config_path, overrides)
+            return _fetch(store, copy, config_path, overrides, variables)
         except DamagedCopy as error:
             say(f"the copy of step {copy.step} is not used: {error}")
     raise ConfigError(f"every copy in {url} is damaged: restore one there, or start without --from")
 
 
-def _fetch(store: Store, copy: StepCopy, config_path: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+def _fetch(
+    store: Store, copy: StepCopy, config_path: str | None, overrides: list[str], variables: Sequence[str]
+) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as scratch:
         _download(store, copy, ["config.yaml"], Path(scratch))
-        config = load_config(config_path or Path(scratch) / "config.yaml", overrides)
+        config = load_config(config_path or Path(scratch) / "config.yaml", overrides, variables)
     run = RunDirectory(config.train.out_dir).create()
     with RunLock(run.launch_lock) as lock:
         lock.acquire("fetch", check=lambda: _require_free(run, config))

@@ -63,8 +63,8 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def already_printed() -> Iterator[None]:
-    """Turn an OSError of the block into a line on stderr: what the block writes was printed, and its result counts."""
+def optional_write() -> Iterator[None]:
+    """Turn an OSError of the block into a line on stderr: what the block writes is printed too, and that counts."""
     try:
         yield
     except OSError as error:

@@ -23,7 +23,7 @@ STATE_AFTER: dict[int | None, State] = {  # a launch that left no heartbeat; any
     ExitCode.COST_LIMIT: "halted",
 }
 EVENTS_READ = 20
-JUST_CREATED_S = 2.0
+JUST_CREATED_S = 2.0  # of a lock file: a launch takes it within milliseconds
 REMOTE_SILENCE_S = 3600.0  # a process of another host that is silent for longer counts as ended
 
 

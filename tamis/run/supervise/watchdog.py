@@ -28,7 +28,7 @@ from tamis.run.supervise.usage import read_recent_usage, slowed_gpus
 
 FULL_DISK_BYTES = 1 << 20
 REPEAT_NOTE_AFTER_S = 600.0
-REPEAT_SLOWED_GPU_AFTER_S = 6 * 3600.0  # it lasts for as long as the machine, and is no reason to wake anyone again
+REPEAT_SLOWED_GPU_AFTER_S = 6 * 3600.0  # a hot machine stays hot, and one message a shift is enough
 
 
 class Watchdog:

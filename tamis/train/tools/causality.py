@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tamis.attention.functional import describe, why_no_kernels
 from tamis.config import Config
 from tamis.model import DTYPES, Decoder
-from tamis.run.files.records import already_printed, write_text_atomic
+from tamis.run.files.records import optional_write, write_text_atomic
 from tamis.train.distributed import choose_device, device_name
 from tamis.train.step import autocast
 from tamis.train.tools.selfcheck import Result, selfcheck
@@ -49,7 +49,7 @@ def run_causality_tests(config: Config, full: bool = False, reports: Path = REPO
     if full:
         passed &= _run(_extended_tests(model, tokens), "Extended tests", lines)
     path = reports / f"causality_{time.strftime('%Y%m%d_%H%M%S')}.log"
-    with already_printed():
+    with optional_write():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(lines) + "\n")
         print(f"log: {path}")

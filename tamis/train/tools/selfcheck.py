@@ -70,8 +70,8 @@ def attention_agrees(config: Config, device: torch.device, tokens: int | None = 
     if length != one or (batch > 1 and not packs):
         results += _results(verify_batch(*shape, batch, tokens=length, packed=packs), length)
     for shorter in () if tokens else shorter_lengths(config, least_length(spec)):
-        batch = sequences_of(config, shorter)
-        checks = verify_batch(*shape, batch, tokens=shorter, packed=packs, max_seqlen=train.seq_len)
+        rows = sequences_of(config, shorter)
+        checks = verify_batch(*shape, rows, tokens=shorter, packed=packs, max_seqlen=train.seq_len)
         results += _results(checks, shorter)
     return results
 

@@ -61,7 +61,9 @@ def test_a_launch_is_copied_and_continues_on_a_fresh_machine_as_if_unbroken(tmp_
     monkeypatch.setattr(launch, "_passes_quick_preflight", lambda job: True)
     monkeypatch.setattr(launch, "finish_run", lambda *_: None)
     fresh = tmp_path / "fresh"
-    assert launch.main_job(None, [f"train.out_dir={fresh}", "train.steps=20"], copy_url=f"file://{there}") == 0
+    monkeypatch.setenv("NSA_ACCUM", "2")  # which train.batch_tokens replaces
+    words = [f"train.out_dir={fresh}", "train.steps=20", "train.batch_tokens=65536"]
+    assert launch.main_job(None, words, copy_url=f"file://{there}") == 0
     line = RunDirectory(fresh).checkpoint(20).read_text().split("\n")[0]
     assert json.loads(line) == [20, weights_after(20)] and is_copied(RunDirectory(fresh))
     rows = [int(row.split(",")[0]) for row in RunDirectory(fresh).training_csv.read_text().splitlines()[1:]]
